@@ -11,7 +11,12 @@ from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 
 
 class CorruptionError(Exception):
-    """Silent corruption on some ranks, raised on all of them. `corrupt_ranks`: those to replace; none if unknown."""
+    """Silent corruption on some ranks, raised on all of them.
+
+    `corrupt_ranks`: those to replace, none if unknown; `kind`: of their failure.
+    """
+
+    kind = "corrupt"
 
     def __init__(self, corrupt_ranks: tuple[int, ...], reason: str):
         self.corrupt_ranks = corrupt_ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,7 +20,7 @@ from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
-from raytrain_hpc.driver.root_cause import CONSEQUENCE, LINK_DOWN, NODE_KINDS, cascade_order
+from raytrain_hpc.driver.root_cause import AVOIDED_KINDS, CONSEQUENCE, NODE_KINDS, cascade_order
 from raytrain_hpc.driver.stall_attribution import attribute_stall
 from raytrain_hpc.driver.state_locations import StateLocations
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
@@ -210,8 +211,15 @@ class RayWorkerGroup:
             for rank, worker in enumerate(self._workers)
         }
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)
-        self._poller, self._broken_calls = RecordPoller([worker.actor for worker in self._workers], on_record), {}
+        actors, deliver = [worker.actor for worker in self._workers], partial(self._deliver_record, on_record)
+        self._poller, self._broken_calls = RecordPoller(actors, deliver), {}
         self._health.begin_generation([{"rank": r, **w.info} for r, w in enumerate(self._workers)], spec.memory_step)
+
+    def _deliver_record(self, on_record: Callable[[Record], None], record: Record) -> None:
+        """Pass on a record of a rank. An incident gets the place of the rank that it is about, which may be another."""
+        if record["type"] == "incident" and record["rank"] is not None:
+            record = {**self._describe_rank(record["rank"]), **record}
+        on_record(record)
 
     def _leave_node(self, node_id: str) -> None:
         """End the agent and all actors on a node that is lost or drained."""
@@ -249,7 +257,7 @@ class RayWorkerGroup:
             return CheckpointCorruptedError(outcome.reason)
         if outcome.outcome == "differs":
             return self._build_failure(
-                rank, "corrupt" if rank in outcome.divergent_ranks else "replicas differ", outcome.reason
+                rank, outcome.divergence if rank in outcome.divergent_ranks else "replicas differ", outcome.reason
             )
         kind = OUT_OF_MEMORY if is_out_of_memory(outcome.reason) else "raised"
         return self._build_failure(rank, kind, outcome.reason) if outcome.outcome == "broken" else None
@@ -328,9 +336,9 @@ class RayWorkerGroup:
             self._pool.replace_worker(self._workers[rank])
         left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}
         if len({worker.info["node_id"] for worker in self._workers}) > 1:
-            cut_off = {failure.node_id for failure in failures.values() if failure.kind == LINK_DOWN}
-            self._pool.drain_monitor.avoid(cut_off)  # for Ray they are alive
-            left_nodes |= cut_off
+            avoided = {failure.node_id for failure in failures.values() if failure.kind in AVOIDED_KINDS}
+            self._pool.drain_monitor.avoid(avoided)  # for Ray they are alive
+            left_nodes |= avoided
         if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
             left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))
         for node_id in left_nodes:
@@ -381,6 +389,10 @@ class RayWorkerGroup:
         info = self._workers[rank].info
         if kind in ("died", "node lost") and self._pool.drain_monitor.was_announced(info["node_id"]):
             kind, reason = PREEMPTED, f"{reason}; the removal of its node was announced"
-        device, last_seen = self._health.describe_device(rank), self._health.list_last_seen(self._poller.seen_at)[rank]
-        names = {"node": info["node"], "pid": info["pid"], "node_id": info["node_id"], "device": device}
-        return WorkerFailedError(rank, kind=kind, reason=reason, detected_at=time.time(), last_seen=last_seen, **names)
+        last_seen, place = self._health.list_last_seen(self._poller.seen_at)[rank], self._describe_rank(rank)
+        return WorkerFailedError(rank, kind=kind, reason=reason, detected_at=time.time(), last_seen=last_seen, **place)
+
+    def _describe_rank(self, rank: int) -> dict[str, Any]:
+        info = self._workers[rank].info
+        place = {key: info[key] for key in ("node", "pid", "node_id")}
+        return place | {"device": self._health.describe_device(rank)}

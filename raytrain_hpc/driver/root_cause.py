@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE
 from raytrain_hpc.elastic.death_report import CRASHED, OUT_OF_MEMORY
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
@@ -9,6 +10,7 @@ from raytrain_hpc.errors import WorkerFailedError
 
 CONSEQUENCE = 3
 LINK_DOWN = "link down"  # of a node, if the run has several
+AVOIDED_KINDS = (LINK_DOWN, FAULTY_DEVICE)  # of failures after which a node is not used any more
 NODE_KINDS = ("node lost", PREEMPTED)  # of failures that concern a whole node
 _PRIMARY_KINDS = (
     "died",
@@ -17,6 +19,7 @@ _PRIMARY_KINDS = (
     "node lost",
     PREEMPTED,
     LINK_DOWN,
+    FAULTY_DEVICE,
     "corrupt",
     "slow",
     "deadlocked",

@@ -12,6 +12,7 @@ from typing import Literal
 
 from raytrain_hpc.elastic.model_replicas import Place
 
+FAULTY_DEVICE = "faulty device"  # kind of failure: a rank computes something wrong again when it is repeated
 Entry = tuple[str, str, int]  # (kind: sent, received or contributed; label; hash), see parallel/computation_trace.py
 
 

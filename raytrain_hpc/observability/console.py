@@ -15,6 +15,8 @@ from raytrain_hpc.observability.metrics import compute_mean_rates
 _PREDICATES = {
     "node lost": "lost with the node",
     "link down": "cut off from the network",
+    "faulty device": "found to compute wrong",
+    "silent corruption": "computed wrong once",
     "preempted": "preempted with the node",
     "out of memory": "ran out of memory",
     "interpreter held": "held the interpreter lock",

@@ -18,7 +18,15 @@ from torch import Tensor
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.distributed.replica_check import CorruptionError
 from raytrain_hpc.elastic.audit_schedule import Audit, AuditSchedule, choose_interval, count_ranks_per_unit
-from raytrain_hpc.elastic.audit_verdict import Computation, Entry, Finding, find_faults, judge, merge_findings
+from raytrain_hpc.elastic.audit_verdict import (
+    FAULTY_DEVICE,
+    Computation,
+    Entry,
+    Finding,
+    find_faults,
+    judge,
+    merge_findings,
+)
 from raytrain_hpc.elastic.model_replicas import ModelReplicas, Place
 from raytrain_hpc.model.moe import Router
 from raytrain_hpc.optim.optimizer import Optimizer
@@ -36,6 +44,11 @@ ReadMicrobatch = Callable[[int, int], AnyBatch]  # (step, number of a logical mi
 
 class AuditMismatchError(CorruptionError):
     """A rank computes microbatches wrong again and again, or two ranks disagree and no third one can decide."""
+
+    def __init__(self, step: int, findings: Sequence[Finding]):
+        self.kind = FAULTY_DEVICE if all(finding.is_certain for finding in findings) else CorruptionError.kind
+        reason = f"audit of step {step + 1}: {'; '.join(map(str, findings))}"
+        super().__init__(tuple(finding.rank for finding in findings), reason)
 
 
 def build_audits(
@@ -113,9 +126,8 @@ class StepAudits:
                 break
             began = began or time.time()
             findings = self._find_faults(step, audit, [own, audited], owners, read)
-            persistent = tuple(finding.rank for finding in findings if finding.is_persistent or again)
-            if persistent:
-                raise AuditMismatchError(persistent, f"audit of step {step + 1}: {'; '.join(map(str, findings))}")
+            if persistent := [finding for finding in findings if finding.is_persistent or again]:
+                raise AuditMismatchError(step, persistent)
         for finding in findings:
             self._report(step, finding, began)
         return losses

@@ -173,7 +173,8 @@ class WorkerActor:
             raise
         except CorruptionError as error:
             self._snapshots.discard_unverified()
-            outcome = GenerationOutcome("differs", str(error), divergent_ranks=error.corrupt_ranks)
+            ranks, kind = error.corrupt_ranks, error.kind
+            outcome = GenerationOutcome("differs", str(error), divergent_ranks=ranks, divergence=kind)
         except Exception as error:  # usually a collective that failed because a peer was lost
             recent_calls = tuple(read_calls(self._run_start_ns))
             outcome = GenerationOutcome(

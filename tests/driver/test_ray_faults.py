@@ -129,6 +129,24 @@ def test_consecutive_faults(ray_cluster: None, reference_curve, tmp_path: Path) 
     assert "all_reduce" in incidents[5]["operation"]
 
 
+def test_audits_undo_a_transient_fault_and_replace_a_broken_rank(ray_cluster: None, tmp_path: Path) -> None:
+    """Both ranks are named with their place, and the losses are those of a run without faults."""
+    words = ["train.deterministic=elastic", "cluster.workers=3", "cluster.min_workers=3", "train.steps=30"]
+    result = rt.train(make_config(tmp_path / "clean", *words), quiet=True)
+    faults = "{kind: bitflip_gradient, rank: 2, step: 8, bit: 22}, "
+    faults += "{kind: bitflip_activation, rank: 1, step: 19, bit: 22, persistent: true}"
+    words += [f"fault.inject=[{faults}]", "fault.audit_interval=4", "fault.keep_verified_state=true"]
+    result = rt.train(make_config(tmp_path / "faults", *words), quiet=True)
+    assert (result.outcome, result.steps, result.restarts) == ("done", 30, 1)
+    assert read_curve(tmp_path / "faults", 30) == read_curve(tmp_path / "clean", 30)
+    transient, persistent = read_incidents(tmp_path / "faults")
+    assert (transient["kind"], transient["rank"], transient["step"]) == ("silent corruption", 2, 7)
+    assert (persistent["kind"], persistent["rank"], persistent["step"]) == ("faulty device", 1, 19)
+    assert persistent["steps_lost"] == 3, "back to the state after step 16, which was audited"
+    for incident in (transient, persistent):
+        assert incident["node"] and incident["pid"] and "gradients of" in incident["reason"]
+
+
 # At a constant learning rate, the curve does not depend on the last step.
 UNTIL_STOPPED = ["lr_scheduler.name=constant", "train.steps=5000", "checkpoint.interval=0"]
 

@@ -9,10 +9,10 @@ import pytest
 
 from examples import custom_module
 from raytrain_hpc.errors import ConfigError
-from raytrain_hpc.runtime.worker_spec import CustomModel
+from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 from tests.training.elastic_runs import BASE, MODELS, RunOnce, run_bits
 from tests.training.normalized_bigram import build_normalized_bigram
-from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
+from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, prepare_run_on_cpu
 
 AUDITED = "fault.audit_interval=1"
 LLAMA, MOE = MODELS["llama"], MODELS["moe"]
@@ -153,6 +153,12 @@ def test_a_persistent_fault_ends_the_generation_with_the_rank_named(
     fault = make_fault("activation", rank, more=", persistent: true")
     with pytest.raises(RankFailedError, match=rf"AuditMismatchError: audit of step [23]: {named}.*again when repeated"):
         pool.train(make_small_config(tmp_path, *BASE, *LAYOUTS[layout], AUDITED, fault))
+
+
+def test_audits_of_a_script_are_refused(tmp_path: Path) -> None:
+    config = make_small_config(tmp_path, "train.deterministic=elastic", "fault.audit_interval=auto")
+    with pytest.raises(ConfigError, match="fault.audit_interval='auto'.*the body of a script's loop.*set it to 0"):
+        prepare_run_on_cpu(config, Script("train.py"))
 
 
 def test_audits_need_fixed_bits() -> None:
