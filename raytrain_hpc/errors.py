@@ -118,8 +118,8 @@ class WorkerFailedError(RaytrainError):
         Args:
             kind: died, crashed (by a fatal signal of its own), out of memory, node lost, preempted (lost after notice),
                 raised, silent, frozen, interpreter held, stalled, out of step, link down (it receives nothing), slow,
-                corrupt, faulty device (it computes wrong again and again), replicas differ, or deadlocked (no single
-                rank could be identified as the cause).
+                corrupt, faulty device (it computes wrong again and again), suspected (it or another one does),
+                replicas differ, or deadlocked (no single rank could be identified as the cause).
             node_id: Ray's identifier of the node, whose name is `node`.
             detected_at: Unix time of the detection.
             aborted_at: Unix time at which all other ranks of the generation had ended it.

@@ -13,13 +13,14 @@ from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 class CorruptionError(Exception):
     """Silent corruption on some ranks, raised on all of them.
 
-    `corrupt_ranks`: those to replace, none if unknown; `kind`: of their failure.
+    `corrupt_ranks`: those to replace, none if unknown; `kind`: of their failure. `suspects`: ranks of which at least
+    one is to be replaced.
     """
 
     kind = "corrupt"
 
-    def __init__(self, corrupt_ranks: tuple[int, ...], reason: str):
-        self.corrupt_ranks = corrupt_ranks
+    def __init__(self, corrupt_ranks: tuple[int, ...], reason: str, suspects: tuple[int, ...] = ()):
+        self.corrupt_ranks, self.suspects = corrupt_ranks, suspects
         super().__init__(reason)
 
 

@@ -15,6 +15,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.backend import RegroupRequest, T
 from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.coordinator_client import CoordinatorClient
+from raytrain_hpc.driver.corruption_attribution import attribute_corruption
 from raytrain_hpc.driver.data_feeder import DataFeeder
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
@@ -256,9 +257,8 @@ class RayWorkerGroup:
         if outcome.outcome == "damaged":
             return CheckpointCorruptedError(outcome.reason)
         if outcome.outcome == "differs":
-            return self._build_failure(
-                rank, outcome.divergence if rank in outcome.divergent_ranks else "replicas differ", outcome.reason
-            )
+            kind = attribute_corruption(rank, outcome, self._workers, self._generation)
+            return self._build_failure(rank, kind, outcome.reason)
         kind = OUT_OF_MEMORY if is_out_of_memory(outcome.reason) else "raised"
         return self._build_failure(rank, kind, outcome.reason) if outcome.outcome == "broken" else None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE
+from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
+from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.death_report import CRASHED, OUT_OF_MEMORY
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
@@ -20,6 +21,7 @@ _PRIMARY_KINDS = (
     PREEMPTED,
     LINK_DOWN,
     FAULTY_DEVICE,
+    SUSPECTED,
     "corrupt",
     "slow",
     "deadlocked",
@@ -34,7 +36,7 @@ def cascade_order(failure: WorkerFailedError) -> int:
     """Return 0 for a failure that is a cause, such as a dead process, up to CONSEQUENCE for the effect of another."""
     if failure.kind in _PRIMARY_KINDS:
         return 0
-    if failure.kind == "replicas differ":
+    if failure.kind == REPLICAS_DIFFER:
         return CONSEQUENCE
     if failure.kind != "raised":
         return 1

@@ -52,6 +52,7 @@ class Worker:
     info: WorkerInfo = field(default_factory=dict)
     states: tuple[StatePart, ...] = ()
     slowdown: float = 1.0  # time for the same work, relative to the other ranks
+    suspected_in: int = 0  # the generation in which it first disagreed with another rank about a microbatch; 0: none
     warmup: WarmupState = field(default_factory=WarmupState)
 
 

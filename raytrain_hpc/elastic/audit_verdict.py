@@ -6,13 +6,14 @@ A microbatch has the same bits whichever data-parallel rank computes it. What tw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from raytrain_hpc.elastic.model_replicas import Place
 
-FAULTY_DEVICE = "faulty device"  # kind of failure: a rank computes something wrong again when it is repeated
+# Kinds of failures: a rank computes something wrong again when it is repeated; or it is one of several that could.
+FAULTY_DEVICE, SUSPECTED = "faulty device", "suspected"
 Entry = tuple[str, str, int]  # (kind: sent, received or contributed; label; hash), see parallel/computation_trace.py
 
 
@@ -105,6 +106,15 @@ def merge_findings(findings: Iterable[Finding]) -> list[Finding]:
         if finding.rank not in merged or (finding.is_persistent and not merged[finding.rank].is_persistent):
             merged[finding.rank] = finding
     return [merged[rank] for rank in sorted(merged)]
+
+
+def choose_suspect(suspects: Sequence[int], suspected_before: Collection[int]) -> tuple[int, str]:
+    """Return which of the ranks that disagree persistently to replace, and the kind of its failure.
+
+    `suspected_before`: those whose process was a suspect already and was kept, while the other one was replaced.
+    """
+    guilty = [rank for rank in suspects if rank in suspected_before]
+    return (guilty[0], FAULTY_DEVICE) if guilty else (max(suspects), SUSPECTED)
 
 
 def _find_origins(

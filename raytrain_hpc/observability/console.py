@@ -16,6 +16,7 @@ _PREDICATES = {
     "node lost": "lost with the node",
     "link down": "cut off from the network",
     "faulty device": "found to compute wrong",
+    "suspected": "suspected to compute wrong",
     "silent corruption": "computed wrong once",
     "preempted": "preempted with the node",
     "out of memory": "ran out of memory",

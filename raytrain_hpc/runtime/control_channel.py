@@ -32,7 +32,8 @@ class GenerationOutcome:
     Outcomes. done, stopped: ended as requested, after a save. paused: ended at a step boundary, to continue in another
     generation. broken: an error was raised, see `reason`. lost: no rank holds some part of the state to restore.
     damaged: the checkpoint to resume from is, see `reason`. differs: replicas are not equal, or a microbatch that was
-    computed twice; `divergent_ranks` disagree with the majority, if there is one; `divergence`: their kind of failure.
+    computed twice; `divergent_ranks` disagree with the majority, if there is one; `divergence`: their kind of failure;
+    `suspects`: ranks that disagree with each other.
 
     `steps`: steps of which this rank's state is in memory; `replica_steps`: the same for replicas of other ranks.
     """
@@ -44,6 +45,7 @@ class GenerationOutcome:
     snapshot_generation: int = 0  # the generation that took these snapshots; replicas are keyed by its ranks
     divergent_ranks: tuple[int, ...] = ()
     divergence: str = ""
+    suspects: tuple[int, ...] = ()
     calls: tuple[CollectiveCall, ...] = ()  # its last collectives, if it is broken
 
 

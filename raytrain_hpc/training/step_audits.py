@@ -45,10 +45,12 @@ ReadMicrobatch = Callable[[int, int], AnyBatch]  # (step, number of a logical mi
 class AuditMismatchError(CorruptionError):
     """A rank computes microbatches wrong again and again, or two ranks disagree and no third one can decide."""
 
+    kind = FAULTY_DEVICE
+
     def __init__(self, step: int, findings: Sequence[Finding]):
-        self.kind = FAULTY_DEVICE if all(finding.is_certain for finding in findings) else CorruptionError.kind
-        reason = f"audit of step {step + 1}: {'; '.join(map(str, findings))}"
-        super().__init__(tuple(finding.rank for finding in findings), reason)
+        certain = tuple(finding.rank for finding in findings if finding.is_certain)
+        suspects = tuple(finding.rank for finding in findings if not finding.is_certain)
+        super().__init__(certain, f"audit of step {step + 1}: {'; '.join(map(str, findings))}", suspects)
 
 
 def build_audits(

@@ -173,8 +173,13 @@ class WorkerActor:
             raise
         except CorruptionError as error:
             self._snapshots.discard_unverified()
-            ranks, kind = error.corrupt_ranks, error.kind
-            outcome = GenerationOutcome("differs", str(error), divergent_ranks=ranks, divergence=kind)
+            outcome = GenerationOutcome(
+                "differs",
+                str(error),
+                divergent_ranks=error.corrupt_ranks,
+                divergence=error.kind,
+                suspects=error.suspects,
+            )
         except Exception as error:  # usually a collective that failed because a peer was lost
             recent_calls = tuple(read_calls(self._run_start_ns))
             outcome = GenerationOutcome(

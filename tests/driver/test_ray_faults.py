@@ -147,6 +147,21 @@ def test_audits_undo_a_transient_fault_and_replace_a_broken_rank(ray_cluster: No
         assert incident["node"] and incident["pid"] and "gradients of" in incident["reason"]
 
 
+def test_of_two_ranks_that_disagree_the_broken_one_is_found(ray_cluster: None, tmp_path: Path) -> None:
+    """The other one is replaced first. The device of the rank stays broken, whatever the generation."""
+    words = ["train.deterministic=elastic", "cluster.workers=2", "cluster.min_workers=2", "train.steps=20"]
+    rt.train(make_config(tmp_path / "clean", *words), quiet=True)
+    fault = "fault.inject=[{kind: bitflip_activation, rank: 0, step: 6, bit: 22, persistent: true}]"
+    words += [fault, "fault.audit_interval=4", "fault.keep_verified_state=true"]
+    result = rt.train(make_config(tmp_path / "faults", *words), quiet=True)
+    assert (result.outcome, result.steps, result.restarts) == ("done", 20, 2)
+    assert read_curve(tmp_path / "faults", 20) == read_curve(tmp_path / "clean", 20)
+    incidents = read_incidents(tmp_path / "faults")
+    assert [incident["kind"] for incident in incidents] == ["suspected", "faulty device"]
+    pids = [incident["pid"] for incident in incidents]
+    assert json.loads((tmp_path / "faults" / "injected" / "0").read_text())["pid"] == pids[1] != pids[0]
+
+
 # At a constant learning rate, the curve does not depend on the last step.
 UNTIL_STOPPED = ["lr_scheduler.name=constant", "train.steps=5000", "checkpoint.interval=0"]
 

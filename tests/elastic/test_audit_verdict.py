@@ -9,6 +9,7 @@ from raytrain_hpc.elastic.audit_verdict import (
     Entry,
     Finding,
     Verdict,
+    choose_suspect,
     find_faults,
     judge,
     merge_findings,
@@ -91,6 +92,12 @@ def test_both_are_named_if_it_is_undecided() -> None:
         (0, True, False),
         (10, True, False),
     ]
+
+
+def test_a_rank_that_disagrees_with_another_process_again_is_at_fault() -> None:
+    assert choose_suspect([1, 3], []) == (3, "suspected")
+    assert choose_suspect([1, 3], [1]) == (1, "faulty device")
+    assert choose_suspect([0], []) == (0, "suspected")
 
 
 def test_one_finding_per_rank_remains_a_persistent_one_first() -> None:

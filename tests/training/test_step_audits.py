@@ -149,7 +149,7 @@ def test_flips_that_change_a_result_are_found(
 def test_a_persistent_fault_ends_the_generation_with_the_rank_named(
     pool: WarmPool, tmp_path: Path, layout: str, rank: int, named: str
 ) -> None:
-    """Of two ranks that disagree, both are named: no third one can decide."""
+    """Of two ranks that disagree, both are named: no third one can decide. The driver does, later."""
     fault = make_fault("activation", rank, more=", persistent: true")
     with pytest.raises(RankFailedError, match=rf"AuditMismatchError: audit of step [23]: {named}.*again when repeated"):
         pool.train(make_small_config(tmp_path, *BASE, *LAYOUTS[layout], AUDITED, fault))
