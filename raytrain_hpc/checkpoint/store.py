@@ -3,6 +3,7 @@
     ROOT/step-00000100/manifest.json            expected files, each with a checksum
     ROOT/step-00000100/rank-00000.safetensors   shard file of one rank
     ROOT/labels.json                            label -> step of a checkpoint that is not pruned
+    ROOT/untrusted.json                         checkpoints that a rank with a faulty device may have spoilt
 
 Ranks write into a staging directory of their generation only (directory_publisher.py, object_publisher.py). The driver
 publishes it in one operation after every rank has reported. A rank of an aborted generation can therefore never change
@@ -38,6 +39,7 @@ from raytrain_hpc.storage.object_path import ObjectPath
 
 _STEP_PATTERN = re.compile(r"step-(\d+)")
 LABELS_FILE = "labels.json"
+_UNTRUSTED_FILE = "untrusted.json"
 
 
 class Publisher(Protocol):
@@ -181,19 +183,54 @@ class CheckpointStore:
     ) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification; None if there is none. Call before resuming a run.
 
-        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first. `check(path)` returns a
-        checkpoint or raises CheckpointCorruptedError; `check_checkpoint` suffices if `read_state` loads it.
+        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first, or that is not trusted.
+        `check(path)` returns a checkpoint or raises CheckpointCorruptedError; `check_checkpoint` suffices if
+        `read_state` loads it.
         """
+        untrusted = self._read_untrusted()
         for step, path in reversed(self._list_directories()):
             with self._translate_errors():
                 is_unfinished = self._publisher.is_unfinished(step)
             if is_unfinished:
                 continue
             try:
-                return check(path)
+                checkpoint = check(path)
             except CheckpointCorruptedError as error:
                 on_corrupted(path, str(error))
+                continue
+            if reason := _find_distrust(untrusted, checkpoint.step, checkpoint.generation):
+                on_corrupted(path, reason)
+                continue
+            return checkpoint
         return None
+
+    def distrust(self, after_step: int, first_step: int, generation: int, reason: str) -> None:
+        """Never return the checkpoints of later steps than `after_step` again that were saved up to this generation.
+
+        Those that later generations save in their place are trusted. Call in the driver that holds the lease, if the
+        state after that step is the last one that the generation knows to be right. `first_step`: from which it
+        started; right if an earlier call said so. Raises CheckpointError if storage fails.
+        """
+        if not self._list_directories():
+            return
+        untrusted = self._read_untrusted()
+        known_right = max((entry["after_step"] for entry in untrusted), default=0)
+        entry = {"after_step": max(after_step, min(first_step, known_right)), "generation": generation}
+        content = json.dumps([*untrusted, {**entry, "reason": reason}], indent=2) + "\n"
+        self._write(self.root / _UNTRUSTED_FILE, content)
+
+    def find_distrust(self, step: int, generation: int) -> str | None:
+        """Return why the checkpoint of a step that a generation has saved is not trusted; None if it is."""
+        return _find_distrust(self._read_untrusted(), step, generation)
+
+    def _read_untrusted(self) -> list[dict[str, Any]]:
+        path = self.root / _UNTRUSTED_FILE
+        try:
+            return [dict(entry) for entry in json.loads(path.read_bytes())]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; remove it to trust all checkpoints") from error
 
     def prune(self, keep: int) -> list[Location]:
         """Delete checkpoints older than the newest `keep` ones, and return the deleted paths. `keep=0` deletes nothing.
@@ -238,6 +275,9 @@ class CheckpointStore:
             return
         path = self.root / LABELS_FILE
         content = json.dumps(self.read_labels() | dict.fromkeys(labels, step), indent=2) + "\n"
+        self._write(path, content)
+
+    def _write(self, path: Location, content: str) -> None:
         try:
             write_atomically(path, content.encode())
         except OSError as error:
@@ -265,3 +305,10 @@ class CheckpointStore:
         a checkpoint, the earlier one is restored. Raises CheckpointError if storage fails.
         """
         self._publisher.remove_leftovers()
+
+
+def _find_distrust(untrusted: Sequence[Mapping[str, Any]], step: int, generation: int) -> str | None:
+    for entry in untrusted:
+        if step > entry["after_step"] and generation <= entry["generation"]:
+            return f"saved after step {entry['after_step']}, the last one known to be right: {entry['reason']}"
+    return None

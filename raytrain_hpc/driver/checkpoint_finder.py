@@ -97,9 +97,12 @@ class CheckpointFinder:
         if self._catalog is None:
             return None
         for name in reversed(names):
-            step, _ = parse_local_name(name) or (0, 0)
+            step, generation = parse_local_name(name) or (0, 0)
             if step < min_step:
                 break
+            if reason := self._store.find_distrust(step, generation):
+                self._warn(f"local checkpoint of step {step} skipped: {reason}")
+                continue
             try:
                 checkpoint = self._catalog.read(name)
                 if checkpoint.path in self._damage:

@@ -16,7 +16,7 @@ from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from raytrain_hpc.driver.run_setup import make_paths_absolute
 from raytrain_hpc.elastic.state_partition import find_newest_complete_step
-from raytrain_hpc.errors import CheckpointCorruptedError
+from raytrain_hpc.errors import CheckpointCorruptedError, WorkerFailedError
 
 _REMOVAL_TIMEOUT_S = 30.0
 
@@ -55,6 +55,13 @@ class SavedState:
     def exclude(self, point: ResumePoint, error: CheckpointCorruptedError) -> None:
         """Never return this checkpoint again: a rank has found it damaged."""
         self._finder.exclude(point, error)
+
+    def distrust_newer(self, failure: WorkerFailedError, generation: int) -> None:
+        """Exclude checkpoints that a rank may have spoilt, if the failure tells since when. Raises CheckpointError."""
+        if failure.verified_step is not None:
+            self._recorder.wait_for_checkpoints()
+            reason = f"rank {failure.rank}, {failure.kind}"
+            self._store.distrust(failure.verified_step, self._recorder.first_step, generation, reason)
 
     def is_memory_outdated(self, workers: WorkerGroup) -> bool:
         """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""

@@ -391,6 +391,7 @@ class Supervisor:
         for metrics in missed:
             run.recorder.handle_record({"type": "step", "metrics": metrics})
         step = run.recorder.committed_step
+        run.saved.distrust_newer(failure, run.lease.generation)
         self._restarts += 1
         self._failure_count = count_failure(self._failure_count, failure.kind, step)
         run.incidents.record_failure(failure, run.lease.generation, step, run.recorder.world_size)

@@ -49,6 +49,10 @@ class AuditSchedule:
         """Return whether the step after `step` committed ones is audited."""
         return self.interval > 0 and (step + 1) % self.interval == 0
 
+    def find_previous(self, step: int) -> int:
+        """Return the number of steps until the last audited one, before that which follows `step` steps and is due."""
+        return step + 1 - self.interval
+
     @property
     def shifts(self) -> Sequence[int]:
         """The shifts that give each rank another one to audit; only 0, itself, for a single rank."""

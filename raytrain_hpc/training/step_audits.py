@@ -47,7 +47,9 @@ class AuditMismatchError(CorruptionError):
 
     kind = FAULTY_DEVICE
 
-    def __init__(self, step: int, findings: Sequence[Finding]):
+    def __init__(self, step: int, findings: Sequence[Finding], verified_step: int):
+        """`verified_step`: the last audited step before `step`."""
+        self.verified_step = verified_step
         certain = tuple(finding.rank for finding in findings if finding.is_certain)
         suspects = tuple(finding.rank for finding in findings if not finding.is_certain)
         super().__init__(certain, f"audit of step {step + 1}: {'; '.join(map(str, findings))}", suspects)
@@ -129,7 +131,7 @@ class StepAudits:
             began = began or time.time()
             findings = self._find_faults(step, audit, [own, audited], owners, read)
             if persistent := [finding for finding in findings if finding.is_persistent or again]:
-                raise AuditMismatchError(step, persistent)
+                raise AuditMismatchError(step, persistent, self._schedule.find_previous(step))
         for finding in findings:
             self._report(step, finding, began)
         return losses

@@ -147,14 +147,23 @@ def test_audits_undo_a_transient_fault_and_replace_a_broken_rank(ray_cluster: No
         assert incident["node"] and incident["pid"] and "gradients of" in incident["reason"]
 
 
-def test_of_two_ranks_that_disagree_the_broken_one_is_found(ray_cluster: None, tmp_path: Path) -> None:
-    """The other one is replaced first. The device of the rank stays broken, whatever the generation."""
+def test_of_two_ranks_that_disagree_the_broken_one_is_found(
+    ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other one is replaced first. The device of the rank stays broken, whatever the generation.
+
+    No state is kept in memory: the run goes back to the checkpoint before the last audit, not to the newest one.
+    """
     words = ["train.deterministic=elastic", "cluster.workers=2", "cluster.min_workers=2", "train.steps=20"]
     rt.train(make_config(tmp_path / "clean", *words), quiet=True)
     fault = "fault.inject=[{kind: bitflip_activation, rank: 0, step: 6, bit: 22, persistent: true}]"
-    words += [fault, "fault.audit_interval=4", "fault.keep_verified_state=true"]
-    result = rt.train(make_config(tmp_path / "faults", *words), quiet=True)
+    words += [fault, "fault.audit_interval=4", "checkpoint.interval=3"]
+    result = rt.train(make_config(tmp_path / "faults", *words))
     assert (result.outcome, result.steps, result.restarts) == ("done", 20, 2)
+    untrusted = json.loads((tmp_path / "faults" / "checkpoints" / "untrusted.json").read_text())
+    assert [(entry["after_step"], entry["generation"]) for entry in untrusted] == [(4, 1), (3, 2)]
+    reason = "step-00000006: saved after step 4, the last one known to be right: rank 1, suspected"
+    assert reason in capsys.readouterr().out
     assert read_curve(tmp_path / "faults", 20) == read_curve(tmp_path / "clean", 20)
     incidents = read_incidents(tmp_path / "faults")
     assert [incident["kind"] for incident in incidents] == ["suspected", "faulty device"]
