@@ -32,6 +32,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
     "data/samples/test_sample_training": (r"bits_of_one_process\[sentences-2\]",),
     "data/samples/test_samples_on_a_cluster": (r"through_faults\[(words0-sizes0|PlainStream-words0)\]",),
     "data/samples/test_streams": (
+        r"audits_compare_batches_of_any_dataset\[(iterable|sentences)",
         r"bits_of_one_process\[(iterable|stateful loader)-2\]",
         r"bits_of_one_process\[hugging face-zero3-3\]",
         r"survive_the_loss_of_a_rank\[generator",

@@ -12,7 +12,6 @@ from raytrain_hpc.bench.idle_ray import idle_ray
 from raytrain_hpc.bench.interleave import TrainingProcess, alternate
 from raytrain_hpc.bench.results_table import Table
 from raytrain_hpc.bench.workloads import MEDIUM, make_settings
-from raytrain_hpc.config.field import AUTO
 from raytrain_hpc.elastic.audit_schedule import choose_interval
 
 GOAL = 0.97
@@ -24,7 +23,7 @@ NO_FAULT_TOLERANCE = ("checkpoint.snapshot_interval=0", "fault.replica_check_int
 LIVE_SNAPSHOTS = ("checkpoint.snapshot_interval=1", "fault.replica_check_interval=0")
 REPLICA_CHECK = ("checkpoint.snapshot_interval=1", "fault.replica_check_interval=1")
 FAULT_TOLERANCE = ("checkpoint.snapshot_interval=1", "fault.replica_check_interval=10")
-AUTO_AUDIT_INTERVAL = choose_interval(AUTO, [range(1)])  # of ranks with one microbatch, as here
+AUTO_AUDIT_INTERVAL = choose_interval("auto", [range(1)])  # of ranks with one microbatch, as here
 _SAMPLE_S = 5.0
 
 

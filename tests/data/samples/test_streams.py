@@ -101,6 +101,32 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
+    ("custom", "layout"),
+    [
+        (lambda: make_images(stream_task.PlainStream()), "hsdp-4"),
+        (lambda: make_images(stream_task.deal_images), "2"),  # each rank has a part that no other can read
+        (lambda: make_sentences(split_hf_stream), "zero3-3"),
+        (lambda: make_images(make_loader), "2"),
+        (lambda: make_images(image_task.Images()), "zero3-3"),  # no stream: any rank can read any sample
+    ],
+    ids=["iterable", "generator", "sentences", "loaders", "samples"],
+)
+def test_audits_compare_batches_of_any_dataset(
+    pool: WarmPool, tmp_path: Path, custom: Callable[[], CustomModel], layout: str
+) -> None:
+    """No false alarm, and a fault is found and undone."""
+    losses, _ = run(pool, None, custom(), *LAYOUTS[layout])
+    assert run(pool, None, custom(), *LAYOUTS[layout], "fault.audit_interval=1")[0] == losses
+    # One microbatch per rank, which is both the audited one and the one that is hit.
+    words = [*BASE, *LAYOUTS[layout], f"train.global_batch_size={2 * int(LAYOUTS[layout][0][-1])}"]
+    clean = pool.train(make_small_config(None, *words), custom=custom())[0]
+    words += ["fault.inject=[{kind: bitflip_gradient, rank: 1, step: 3, bit: 22}]", "fault.audit_interval=1"]
+    records = pool.train(make_small_config(tmp_path, *words), custom=custom())[0]
+    assert get_losses(records) == get_losses(clean)
+    assert [record["rank"] for record in records if record["type"] == "incident"] == [1]
+
+
+@pytest.mark.parametrize(
     ("name", "layout"),
     [*product(["iterable", "stateful loader", "hugging face"], ["2", "zero3-3"]), ("loader of iterable", "hsdp-4")],
 )
