@@ -19,6 +19,7 @@ from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_o
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
 from raytrain_hpc.device_backends import has_endless_kernel, is_accelerator_type
 from raytrain_hpc.driver.run_directory import read_run_directory
+from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE
 from raytrain_hpc.errors import CheckpointError, ConfigError
 from raytrain_hpc.storage.location import get_modified_time
 
@@ -36,6 +37,7 @@ FAULT_KINDS: tuple[FaultKind, ...] = (
     "nan",
 )
 GPU_FAULT_KINDS: tuple[FaultKind, ...] = ("gpu_hang", "gpu_error")  # with cluster.device naming one
+CORRUPTION_KINDS: tuple[FaultKind, ...] = ("bitflip_batch", "bitflip_activation", "bitflip_gradient")  # of passes
 # Kinds of incident that name each fault. gloo ends a process that receives more than it has room for.
 INCIDENT_KINDS: dict[str, tuple[str, ...]] = {
     "kill": ("died",),
@@ -51,7 +53,9 @@ INCIDENT_KINDS: dict[str, tuple[str, ...]] = {
     "gpu_hang": ("stalled",),
     "gpu_error": ("raised",),
     "nan": ("not finite",),
+    **dict.fromkeys(CORRUPTION_KINDS, ("silent corruption", FAULTY_DEVICE)),
 }
+_MIN_BIT = 16  # of a flip in fp32: the lower ones are often rounded away
 _MIN_STEPS_BETWEEN_FAULTS = 5
 
 
@@ -102,7 +106,7 @@ class DrillReport:
             "bitwise_equal": self.bitwise_equal,
             "kinds": {
                 kind: self._summarize_kind(kind)
-                for kind in FAULT_KINDS + GPU_FAULT_KINDS
+                for kind in FAULT_KINDS + GPU_FAULT_KINDS + CORRUPTION_KINDS
                 if any(fault.fault.kind == kind for fault in self.injected)
             },
         }
@@ -121,7 +125,7 @@ class DrillReport:
             )
         for kind, costs in summary["kinds"].items():
             lines.append(
-                f"  {kind:16} {costs['injected']:3}  detected {_format_seconds(costs['detected_s'])}  "
+                f"  {kind:18} {costs['injected']:3}  detected {_format_seconds(costs['detected_s'])}  "
                 f"recovered {_format_seconds(costs['recovered_s'])}"
             )
         return "\n".join(lines)
@@ -144,6 +148,9 @@ def make_schedule(
 ) -> list[InjectConfig]:
     """Return `num_faults` faults of random kinds on random ranks, spread evenly over the steps.
 
+    Bit flips have a random bit, but those of a batch, whose tokens must stay in the vocabulary. One in four is
+    persistent.
+
     Raises:
         ConfigError: There are too few steps for this number of faults.
     """
@@ -155,7 +162,7 @@ def make_schedule(
         )
         raise ConfigError("train.steps", steps, "drill", remedy)
     rng = random.Random(seed)
-    return [
+    schedule = [
         InjectConfig(
             rng.choice(kinds),
             rng.randrange(world_size),
@@ -163,21 +170,45 @@ def make_schedule(
         )
         for number in range(num_faults)
     ]
+    for fault in schedule:
+        if fault.kind in CORRUPTION_KINDS:
+            fault.bit = 0 if fault.kind == "bitflip_batch" else rng.randrange(_MIN_BIT, 32)
+            fault.persistent = rng.random() < 0.25
+    return schedule
+
+
+def prepare_for_corruption(config: Config, world_size: int) -> Config:
+    """Return a copy of the config that audits every step, with one microbatch per rank if the batch allows it."""
+    audited, batch_size = deepcopy(config), config.train.global_batch_size
+    audited.train.deterministic, audited.fault.keep_verified_state = "elastic", True
+    audited.fault.audit_interval = config.fault.audit_interval or 1
+    if batch_size % world_size == 0:
+        audited.train.micro_batch_size = batch_size // world_size
+    return audited
 
 
 def run_drill(
-    config: Config, *, seed: int, num_faults: int, world_size: int, compare: bool = False, quiet: bool = False
+    config: Config,
+    *,
+    seed: int,
+    num_faults: int,
+    world_size: int,
+    compare: bool = False,
+    corruption: bool = False,
+    quiet: bool = False,
 ) -> DrillReport:
     """Train `config` on `world_size` workers with a schedule of injected faults, in a new run directory.
 
     `compare`: train the same config without faults, in a directory with the suffix "-undisturbed", and compare.
+    `corruption`: flip bits in audited steps, instead of other faults; see `prepare_for_corruption`.
 
     Raises:
         ConfigError: The run directory holds a run already, or there are too few steps for this number of faults.
     """
+    config = prepare_for_corruption(config, world_size) if corruption else config
     faulty = deepcopy(config)
     faulty.cluster.workers = world_size
-    kinds = list_kinds(config.cluster.device, world_size)
+    kinds = CORRUPTION_KINDS if corruption else list_kinds(config.cluster.device, world_size)
     faulty.fault.inject = make_schedule(seed, num_faults, config.train.steps, world_size, kinds)
     faulty.fault.max_failures = max(config.fault.max_failures, num_faults)
     if read_run_directory(config.run.dir).metrics.exists():
@@ -261,9 +292,12 @@ def _format_seconds(seconds: Sequence[float]) -> str:
 @click.option(
     "--compare", is_flag=True, help="Compare bit by bit with a run without faults (train.deterministic=elastic)."
 )
+@click.option("--corruption", is_flag=True, help="Flip bits, and audit every step; instead of other faults.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @print_errors_on_one_line
-def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, as_json: bool) -> None:
+def drill(
+    words: tuple[str, ...], seed: int, faults: int, workers: int, compare: bool, corruption: bool, as_json: bool
+) -> None:
     """Train with injected faults and report their cost.
 
     Killed, frozen, hung, crashed, cut off and out-of-step ranks, exceptions, memory that runs out, NaN; with a GPU in
@@ -273,5 +307,13 @@ def drill(words: tuple[str, ...], seed: int, faults: int, workers: int, compare:
 
     path, overrides = split_words(words)
     config = load_config(path, overrides)
-    result = run_drill(config, seed=seed, num_faults=faults, world_size=workers, compare=compare, quiet=as_json)
+    result = run_drill(
+        config,
+        seed=seed,
+        num_faults=faults,
+        world_size=workers,
+        compare=compare,
+        corruption=corruption,
+        quiet=as_json,
+    )
     click.echo(json.dumps(result.to_json(), indent=2) if as_json else result.format_text())

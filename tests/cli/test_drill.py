@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.cli.drill import FAULT_KINDS, build_report, list_kinds, make_schedule
+from raytrain_hpc.cli.drill import (
+    CORRUPTION_KINDS,
+    FAULT_KINDS,
+    build_report,
+    list_kinds,
+    make_schedule,
+    prepare_for_corruption,
+)
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.errors import ConfigError
 
@@ -29,6 +37,24 @@ def test_schedule_is_deterministic_and_covers_all_kinds_and_ranks() -> None:
     assert min(b - a for a, b in zip(steps, steps[1:], strict=False)) >= 5
     with pytest.raises(ConfigError, match="train.steps=50 .*10 faults need at least 55 steps"):
         make_schedule(7, 10, 50, 3)
+
+
+def test_schedule_of_corruption_has_random_bits_and_some_broken_devices() -> None:
+    schedule = make_schedule(3, 200, 4000, 3, CORRUPTION_KINDS)
+    assert {fault.kind for fault in schedule} == set(CORRUPTION_KINDS)
+    assert {fault.bit for fault in schedule if fault.kind == "bitflip_batch"} == {0}
+    assert {fault.bit for fault in schedule if fault.kind != "bitflip_batch"} == set(range(16, 32))
+    assert 30 < sum(fault.persistent for fault in schedule) < 70
+
+
+def test_corruption_is_injected_into_audited_steps_with_one_microbatch_per_rank() -> None:
+    config = load_config(None, ["train.global_batch_size=12", "train.micro_batch_size=2"])
+    audited = prepare_for_corruption(config, 3)
+    assert (audited.train.deterministic, audited.fault.audit_interval) == ("elastic", 1)
+    assert (audited.train.micro_batch_size, config.train.micro_batch_size) == (4, 2)
+    assert prepare_for_corruption(config, 5).train.micro_batch_size == 2
+    config.fault.audit_interval = 3
+    assert prepare_for_corruption(config, 3).fault.audit_interval == 3
 
 
 def test_report_matches_faults_with_incidents(tmp_path: Path) -> None:
