@@ -132,7 +132,6 @@ class WorkerFailedError(RaytrainError):
         self.node_id, self.detected_at, self.aborted_at = node_id, detected_at, aborted_at
         self.last_seen, self.operation, self.stacks, self.device = last_seen, operation, stacks or {}, device
         self.ranks: tuple[int, ...] = (rank,)  # all ranks that failed together
-        self.verified_step: int | None = None  # the last step whose state is right, if the failure may be older
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}" + f" (GPU: {device})" * bool(device))
 
     def __reduce__(self) -> tuple[object, ...]:

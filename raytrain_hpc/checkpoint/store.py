@@ -204,19 +204,16 @@ class CheckpointStore:
             return checkpoint
         return None
 
-    def distrust(self, after_step: int, first_step: int, generation: int, reason: str) -> None:
+    def distrust(self, after_step: int, generation: int, reason: str) -> None:
         """Never return the checkpoints of later steps than `after_step` again that were saved up to this generation.
 
         Those that later generations save in their place are trusted. Call in the driver that holds the lease, if the
-        state after that step is the last one that the generation knows to be right. `first_step`: from which it
-        started; right if an earlier call said so. Raises CheckpointError if storage fails.
+        state after that step is the last one that is known to be right. Raises CheckpointError if storage fails.
         """
         if not self._list_directories():
             return
-        untrusted = self._read_untrusted()
-        known_right = max((entry["after_step"] for entry in untrusted), default=0)
-        entry = {"after_step": max(after_step, min(first_step, known_right)), "generation": generation}
-        content = json.dumps([*untrusted, {**entry, "reason": reason}], indent=2) + "\n"
+        entry = {"after_step": after_step, "generation": generation, "reason": reason}
+        content = json.dumps([*self._read_untrusted(), entry], indent=2) + "\n"
         self._write(self.root / _UNTRUSTED_FILE, content)
 
     def find_distrust(self, step: int, generation: int) -> str | None:

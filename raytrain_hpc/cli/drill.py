@@ -181,6 +181,7 @@ def prepare_for_corruption(config: Config, world_size: int) -> Config:
     """Return a copy of the config that audits every step, with one microbatch per rank if the batch allows it."""
     audited, batch_size = deepcopy(config), config.train.global_batch_size
     audited.train.deterministic, audited.fault.keep_verified_state = "elastic", True
+    audited.cluster.min_workers = world_size  # of two ranks that are left, none can say which is wrong
     audited.fault.audit_interval = config.fault.audit_interval or 1
     if batch_size % world_size == 0:
         audited.train.micro_batch_size = batch_size // world_size

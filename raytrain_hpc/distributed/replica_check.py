@@ -14,12 +14,10 @@ class CorruptionError(Exception):
     """Silent corruption on some ranks, raised on all of them.
 
     `corrupt_ranks`: those to replace, none if unknown; `kind`: of their failure. `suspects`: ranks of which at least
-    one is to be replaced. `verified_step`: steps until the last state that is known to be right; None: that of the last
-    checkpoint.
+    one is to be replaced.
     """
 
     kind = "corrupt"
-    verified_step: int | None = None
 
     def __init__(self, corrupt_ranks: tuple[int, ...], reason: str, suspects: tuple[int, ...] = ()):
         self.corrupt_ranks, self.suspects = corrupt_ranks, suspects

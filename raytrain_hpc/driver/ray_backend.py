@@ -258,9 +258,7 @@ class RayWorkerGroup:
             return CheckpointCorruptedError(outcome.reason)
         if outcome.outcome == "differs":
             kind = attribute_corruption(rank, outcome, self._workers, self._generation)
-            failure = self._build_failure(rank, kind, outcome.reason)
-            failure.verified_step = outcome.verified_step
-            return failure
+            return self._build_failure(rank, kind, outcome.reason)
         kind = OUT_OF_MEMORY if is_out_of_memory(outcome.reason) else "raised"
         return self._build_failure(rank, kind, outcome.reason) if outcome.outcome == "broken" else None
 

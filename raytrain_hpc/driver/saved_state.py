@@ -15,6 +15,7 @@ from raytrain_hpc.driver.backend import WorkerGroup
 from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from raytrain_hpc.driver.run_setup import make_paths_absolute
+from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.state_partition import find_newest_complete_step
 from raytrain_hpc.errors import CheckpointCorruptedError, WorkerFailedError
 
@@ -57,11 +58,10 @@ class SavedState:
         self._finder.exclude(point, error)
 
     def distrust_newer(self, failure: WorkerFailedError, generation: int) -> None:
-        """Exclude checkpoints that a rank may have spoilt, if the failure tells since when. Raises CheckpointError."""
-        if failure.verified_step is not None:
+        """Exclude the checkpoints that a rank which computes wrong may have spoilt. Raises CheckpointError."""
+        if failure.kind in (FAULTY_DEVICE, SUSPECTED):
             self._recorder.wait_for_checkpoints()
-            reason = f"rank {failure.rank}, {failure.kind}"
-            self._store.distrust(failure.verified_step, self._recorder.first_step, generation, reason)
+            self._store.distrust(self._recorder.verified_step, generation, f"rank {failure.rank}, {failure.kind}")
 
     def is_memory_outdated(self, workers: WorkerGroup) -> bool:
         """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""

@@ -357,6 +357,7 @@ class Supervisor:
             if self._config.checkpoint.replicate_snapshots
             else (),
             last_checkpoint_time=max(self._timestamps["began"], recorder.newest_checkpoint_time),
+            is_start_verified=step <= recorder.verified_step,
             max_ranks_per_node=count_max_ranks_per_node(sites),
         )
 
@@ -365,9 +366,8 @@ class Supervisor:
         previous_step = run.recorder.committed_step
         if record["type"] == "incident":
             run.incidents.record_incident(record, run.lease.generation, previous_step)
-            device = f" (GPU: {record['device']})" if record.get("device") else ""
-            what = format_incident(record | {"step": previous_step})
-            self._console.print_line(f"incident: {what}: {record['reason']}{device}")
+            what, device = format_incident(record | {"step": previous_step}), record.get("device")
+            self._console.print_line(f"incident: {what}: {record['reason']}" + f" (GPU: {device})" * bool(device))
             return
         run.recorder.handle_record(record)
         if record["type"] == "ready":

@@ -49,9 +49,10 @@ class AuditSchedule:
         """Return whether the step after `step` committed ones is audited."""
         return self.interval > 0 and (step + 1) % self.interval == 0
 
-    def find_previous(self, step: int) -> int:
-        """Return the number of steps until the last audited one, before that which follows `step` steps and is due."""
-        return step + 1 - self.interval
+    @property
+    def has_other_ranks(self) -> bool:
+        """Whether a rank is audited by another one. By itself, it may make an error again."""
+        return len(self.microbatches_by_rank) > 1
 
     @property
     def shifts(self) -> Sequence[int]:

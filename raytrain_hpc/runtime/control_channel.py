@@ -33,7 +33,7 @@ class GenerationOutcome:
     generation. broken: an error was raised, see `reason`. lost: no rank holds some part of the state to restore.
     damaged: the checkpoint to resume from is, see `reason`. differs: replicas are not equal, or a microbatch that was
     computed twice; `divergent_ranks` disagree with the majority, if there is one; `divergence`: their kind of failure;
-    `suspects`: ranks that disagree with each other; `verified_step`: the last step whose state is right, if known.
+    `suspects`: ranks that disagree with each other.
 
     `steps`: steps of which this rank's state is in memory; `replica_steps`: the same for replicas of other ranks.
     """
@@ -46,7 +46,6 @@ class GenerationOutcome:
     divergent_ranks: tuple[int, ...] = ()
     divergence: str = ""
     suspects: tuple[int, ...] = ()
-    verified_step: int | None = None
     calls: tuple[CollectiveCall, ...] = ()  # its last collectives, if it is broken
 
 

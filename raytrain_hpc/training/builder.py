@@ -63,7 +63,7 @@ from raytrain_hpc.training.state_builder import (
     measure_state_memory,
 )
 from raytrain_hpc.training.state_loader import CheckpointRollback, get_source_state, restore_state
-from raytrain_hpc.training.step_audits import build_audits
+from raytrain_hpc.training.step_audits import StepAudits, build_audits
 from raytrain_hpc.training.step_callbacks import AuditedState, EvaluationSchedule, RankStatistics
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
@@ -143,7 +143,7 @@ def _build_with_callbacks(
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
-    callbacks.add(*([] if audits is None else [AuditedState(audits.is_due, replica_check, snapshots.mark_verified)]))
+    callbacks.add(*_build_audit_callbacks(audits, replica_check, snapshots))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
     return Trainer(
         spec.config,
@@ -307,8 +307,14 @@ def _build_snapshots(
     release_memory = optimizer.release_memory
     snapshots = SnapshotManager(spec.config, store, state, live_state_suffices, replicator, release_memory)
     attached_snapshots = peers.attach_snapshots(peer_info, control.log)
-    own, replicas = peers.own_snapshots, peers.replicas
-    snapshots.begin_generation(spec.start_step, spec.generation, own, attached_snapshots, replicas)
+    snapshots.begin_generation(
+        spec.start_step,
+        spec.generation,
+        peers.own_snapshots,
+        attached_snapshots,
+        peers.replicas,
+        is_start_verified=spec.is_start_verified,
+    )
     peers.publish(control)
     return snapshots
 
@@ -358,6 +364,12 @@ def _build_trainer_callbacks(
     if _has_expert_bias(spec):
         callbacks.append(ExpertBias(model.modules.values(), spec.model_spec.expert_bias_rate, context.batch_group))
     return callbacks
+
+
+def _build_audit_callbacks(
+    audits: StepAudits | None, replica_check: ReplicaCheck, snapshots: SnapshotManager
+) -> list[Callback]:
+    return [] if audits is None else [AuditedState(audits.is_verified, replica_check, snapshots.mark_verified)]
 
 
 def _after_rollback(optimizer: Optimizer, callback_state: CallbackState) -> None:

@@ -40,14 +40,17 @@ class SnapshotManager:
         own_snapshots: SnapshotRing | None = None,
         attached_snapshots: Mapping[int, RankSnapshots] | None = None,
         replicas: Mapping[int, SnapshotRing] | None = None,
+        *,
+        is_start_verified: bool = True,
     ) -> None:
         """Replace earlier snapshots. Call when the state has been restored and is equal on all replicas.
 
-        `own_snapshots`, `attached_snapshots`, `replicas`: see `SnapshotStore.reset`.
+        `is_start_verified`: see `WorkerSpec`. Other arguments: see `SnapshotStore.reset`.
         """
         if self.store is not None:
             self.store.reset(generation, own_snapshots, attached_snapshots, replicas)
-            if self.config.fault.replica_check_interval or self.config.fault.audit_interval:
+            fault = self.config.fault
+            if is_start_verified if fault.audit_interval else fault.replica_check_interval:
                 self.mark_verified(step)
             if snapshots_enabled(self.config):
                 self._take_snapshot(step, self.store)

@@ -47,9 +47,7 @@ class AuditMismatchError(CorruptionError):
 
     kind = FAULTY_DEVICE
 
-    def __init__(self, step: int, findings: Sequence[Finding], verified_step: int):
-        """`verified_step`: the last audited step before `step`."""
-        self.verified_step = verified_step
+    def __init__(self, step: int, findings: Sequence[Finding]):
         certain = tuple(finding.rank for finding in findings if finding.is_certain)
         suspects = tuple(finding.rank for finding in findings if not finding.is_certain)
         super().__init__(certain, f"audit of step {step + 1}: {'; '.join(map(str, findings))}", suspects)
@@ -113,6 +111,10 @@ class StepAudits:
         """Return whether the step after `step` committed ones is audited."""
         return self._schedule.is_due(step)
 
+    def is_verified(self, step: int) -> bool:
+        """Return whether the step after `step` committed ones is audited by another rank, if there is one."""
+        return self.is_due(step) and self._schedule.has_other_ranks
+
     def run_passes(self, step: int, train: Callable[[bool], Tensor], read: ReadMicrobatch) -> Tensor:
         """Run the passes of an audited step by `train`, and return its result. Collective over all ranks.
 
@@ -131,7 +133,7 @@ class StepAudits:
             began = began or time.time()
             findings = self._find_faults(step, audit, [own, audited], owners, read)
             if persistent := [finding for finding in findings if finding.is_persistent or again]:
-                raise AuditMismatchError(step, persistent, self._schedule.find_previous(step))
+                raise AuditMismatchError(step, persistent)
         for finding in findings:
             self._report(step, finding, began)
         return losses

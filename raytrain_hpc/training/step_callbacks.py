@@ -82,7 +82,7 @@ class AuditedState(Callback):
     def __init__(
         self, is_audited: Callable[[int], bool], replica_check: ReplicaCheck, on_verified: Callable[[int], None]
     ):
-        """`is_audited`: says whether the step after some committed ones is audited. `on_verified`: takes the step."""
+        """`is_audited`: says whether the step after some committed ones is. `on_verified`: takes the step."""
         self._is_audited, self._replica_check, self._on_verified = is_audited, replica_check, on_verified
 
     def post_commit(self, metrics: dict[str, Any]) -> None:

@@ -179,7 +179,6 @@ class WorkerActor:
                 divergent_ranks=error.corrupt_ranks,
                 divergence=error.kind,
                 suspects=error.suspects,
-                verified_step=error.verified_step,
             )
         except Exception as error:  # usually a collective that failed because a peer was lost
             recent_calls = tuple(read_calls(self._run_start_ns))
