@@ -87,11 +87,11 @@ def find_faults(
     microbatch: int, computations: Sequence[Computation], verdict: Verdict, traces: Sequence[Sequence[Sequence[Entry]]]
 ) -> list[Finding]:
     """Return the ranks at fault, by the traces of each computation in the order of its places."""
-    findings = []
-    reference = verdict.wrong[0] if verdict.right is None else verdict.right
+    findings, signatures = [], [computation.signature for computation in computations]
     for number in verdict.wrong:
-        computation = computations[number]
-        other = verdict.wrong[1] if number == reference else reference  # undecided: the first against the second
+        computation, other = computations[number], verdict.right
+        if other is None:
+            other = next(i for i, signature in enumerate(signatures) if signature != computation.signature)
         for place, tensor, kind in _find_origins(traces[other], traces[number]):
             is_persistent = computation.executor in verdict.persistent
             rank = computation.places[place][0]

@@ -137,7 +137,7 @@ def _build_with_callbacks(
     running_statistics = build_running_statistics(train_module, model, spec, context)
     model_step = build_forward_backward(train_module, model, spec, context, timers, running_statistics, control.emit)
     evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
-    audits = build_audits(spec, context, model, model_step, loader, optimizer, emit)
+    audits = build_audits(spec, context, model, model_step, loader, optimizer, control, emit)
     checks = replica_check, snapshots.mark_verified if audits is None else _ignore_record
     add_common_callbacks(callbacks, spec, train_module, state, *checks, control, context.tracer)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
 from raytrain_hpc.distributed.replica_check import CorruptionError
 from raytrain_hpc.elastic.audit_schedule import Audit, AuditSchedule, choose_interval, count_ranks_per_unit
 from raytrain_hpc.elastic.audit_verdict import (
@@ -32,7 +32,7 @@ from raytrain_hpc.model.moe import Router
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.parallel.computation_trace import Trace
 from raytrain_hpc.parallel.parallelize import ParallelModel
-from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.training.batch_exchange import exchange_objects
 from raytrain_hpc.training.data_builder import Loader
@@ -60,6 +60,7 @@ def build_audits(
     model_step: ForwardBackward,
     loader: Loader,
     optimizer: Optimizer,
+    control: ControlChannel,
     emit: Callable[[Record], None],
 ) -> StepAudits | None:
     """Return the auditor of a rank's steps, or None if no step is audited. `emit`: discards records but on one rank."""
@@ -67,7 +68,9 @@ def build_audits(
     if not (interval := choose_interval(spec.config.fault.audit_interval, microbatches)):
         return None
     schedule = AuditSchedule(interval, spec.config.run.seed, microbatches, count_ranks_per_unit(spec.layout))
-    return StepAudits(schedule, context, model, model_step, loader, optimizer.zero_grad, emit)
+    return StepAudits(
+        schedule, context, model, model_step, loader, optimizer.zero_grad, lambda: control.is_aborted, emit
+    )
 
 
 @dataclass
@@ -96,11 +99,15 @@ class StepAudits:
         model_step: ForwardBackward,
         loader: Loader,
         drop_gradients: Callable[[], None],
+        is_aborted: Callable[[], bool],
         emit: Callable[[Record], None],
     ):
-        """`drop_gradients`: sets all gradients to None. `emit`: takes incidents, which all ranks find alike."""
+        """`drop_gradients`: sets all gradients to None. `emit`: takes incidents, which all ranks find alike.
+
+        `is_aborted`: whether collectives were aborted, which can return without an error, and anything.
+        """
         self._schedule, self._context, self._model_step, self._loader = schedule, context, model_step, loader
-        self._drop_gradients, self._emit = drop_gradients, emit
+        self._drop_gradients, self._is_aborted, self._emit = drop_gradients, is_aborted, emit
         self._replicas = ModelReplicas(context.layout)
         self._dp_rank = context.layout.get_dp_rank(context.rank)
         self._expert_peers = self._replicas.get_expert_peers(context.rank)
@@ -120,7 +127,8 @@ class StepAudits:
 
         `train(again)`: runs the passes over this rank's microbatches; `again`: another time. `read`: reads a logical
         microbatch of a step. If a fault is found that is gone when repeated, all passes run again. Raises
-        AuditMismatchError on all ranks if a fault is persistent or undecided, or if the second try differs too.
+        AuditMismatchError on all ranks if a fault is persistent or undecided, or if the second try differs too, and
+        GenerationAbortedError if collectives were aborted meanwhile.
         """
         audit, findings, began = self._schedule.plan(step), list[Finding](), 0.0
         for again in (False, True):
@@ -132,6 +140,8 @@ class StepAudits:
                 break
             began = began or time.time()
             findings = self._find_faults(step, audit, [own, audited], owners, read)
+            if self._is_aborted():
+                raise GenerationAbortedError("its collectives were aborted")
             if persistent := [finding for finding in findings if finding.is_persistent or again]:
                 raise AuditMismatchError(step, persistent)
         for finding in findings:
@@ -182,6 +192,8 @@ class StepAudits:
             gathered = [own]
         else:
             dist.all_gather(gathered, own, group=self._context.world_group)
+        if self._is_aborted():
+            raise GenerationAbortedError("its collectives were aborted")
         for of_pass, by_rank in zip(passes, torch.stack(gathered, dim=1).tolist(), strict=True):
             of_pass.totals = by_rank
 

@@ -100,6 +100,13 @@ def test_a_rank_that_disagrees_with_another_process_again_is_at_fault() -> None:
     assert choose_suspect([0], []) == (0, "suspected")
 
 
+def test_a_single_rank_that_never_repeats_its_result_is_named() -> None:
+    computations = make("0w", "0x", "0y", "0z")
+    traces = [[entries("sa1", f"cb{number}")] for number in range(4)]
+    (finding,) = find_faults(3, computations, judge(computations), traces)
+    assert (finding.rank, finding.tensor, finding.is_persistent, finding.is_certain) == (0, "b", True, False)
+
+
 def test_one_finding_per_rank_remains_a_persistent_one_first() -> None:
     once = Finding(3, 1, "a", "compute", is_persistent=False)
     again = Finding(3, 2, "b", "compute", is_persistent=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import raytrain_hpc as rt
 from examples import custom_module
-from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.errors import ConfigError, RunFailedError
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
+from raytrain_hpc.training.train_module import DecoderTrainModule
 from tests.training.elastic_runs import BASE, MODELS, RunOnce, run_bits
 from tests.training.normalized_bigram import build_normalized_bigram
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, prepare_run_on_cpu
@@ -164,3 +167,20 @@ def test_audits_of_a_script_are_refused(tmp_path: Path) -> None:
 def test_audits_need_fixed_bits() -> None:
     with pytest.raises(ConfigError, match=r"fault.audit_interval=10.*needs train.deterministic=elastic"):
         make_small_config(None, "fault.audit_interval=10")
+
+
+def test_a_run_in_this_process_ends_if_it_computes_wrong_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own audits find errors that differ each time."""
+    numbers = itertools.count()
+
+    def add_noise(*arguments: Any) -> Any:
+        loss, count = original(*arguments)
+        return loss * (1 + 1e-3 * next(numbers)), count
+
+    original = DecoderTrainModule.loss
+    monkeypatch.setattr(DecoderTrainModule, "loss", add_noise)
+    config = make_small_config(tmp_path, *BASE, *LLAMA, "cluster.workers=0", AUDITED)
+    with pytest.raises(RunFailedError, match="audit of step 1: rank 0 computed .* again when repeated; use another"):
+        rt.train(config, quiet=True)
