@@ -36,12 +36,17 @@ class ModelReplicas:
 
     def list_places(self, dp_rank: int) -> list[Place]:
         """Return the traces of a microbatch that a data-parallel rank computes, in the same order for all of them."""
-        ranks = [rank for rank in range(self.layout.world_size) if self.layout.get_dp_rank(rank) == dp_rank]
-        places = [(rank, 0) for rank in ranks]
-        if self.layout.ep > 1:
-            for rank in ranks:
+        return self._places[dp_rank]
+
+    @cached_property
+    def _places(self) -> list[list[Place]]:
+        places: list[list[Place]] = [[] for _ in range(self.dp_size)]
+        for rank in range(self.layout.world_size):
+            places[self.layout.get_dp_rank(rank)].append((rank, 0))
+        for of_replica in places if self.layout.ep > 1 else ():
+            for rank, _ in tuple(of_replica):
                 peers = self.get_expert_peers(rank)
-                places += [(peer, 1 + peers.index(rank)) for peer in peers]
+                of_replica += [(peer, 1 + peers.index(rank)) for peer in peers]
         return places
 
     @cached_property
