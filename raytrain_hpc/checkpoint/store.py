@@ -187,7 +187,6 @@ class CheckpointStore:
         `check(path)` returns a checkpoint or raises CheckpointCorruptedError; `check_checkpoint` suffices if
         `read_state` loads it.
         """
-        untrusted = self._read_untrusted()
         for step, path in reversed(self._list_directories()):
             with self._translate_errors():
                 is_unfinished = self._publisher.is_unfinished(step)
@@ -198,7 +197,7 @@ class CheckpointStore:
             except CheckpointCorruptedError as error:
                 on_corrupted(path, str(error))
                 continue
-            if reason := _find_distrust(untrusted, checkpoint.step, checkpoint.generation):
+            if reason := self.find_distrust(checkpoint.step, checkpoint.generation):
                 on_corrupted(path, reason)
                 continue
             return checkpoint
@@ -218,7 +217,10 @@ class CheckpointStore:
 
     def find_distrust(self, step: int, generation: int) -> str | None:
         """Return why the checkpoint of a step that a generation has saved is not trusted; None if it is."""
-        return _find_distrust(self._read_untrusted(), step, generation)
+        for entry in self._read_untrusted():
+            if step > entry["after_step"] and generation <= entry["generation"]:
+                return f"saved after step {entry['after_step']}, the last one known to be right: {entry['reason']}"
+        return None
 
     def _read_untrusted(self) -> list[dict[str, Any]]:
         path = self.root / _UNTRUSTED_FILE
@@ -302,10 +304,3 @@ class CheckpointStore:
         a checkpoint, the earlier one is restored. Raises CheckpointError if storage fails.
         """
         self._publisher.remove_leftovers()
-
-
-def _find_distrust(untrusted: Sequence[Mapping[str, Any]], step: int, generation: int) -> str | None:
-    for entry in untrusted:
-        if step > entry["after_step"] and generation <= entry["generation"]:
-            return f"saved after step {entry['after_step']}, the last one known to be right: {entry['reason']}"
-    return None
