@@ -119,7 +119,7 @@ class StepAudits:
         return self._schedule.is_due(step)
 
     def is_verified(self, step: int) -> bool:
-        """Return whether the step after `step` committed ones is audited by another rank, if there is one."""
+        """Return whether the step after `step` committed ones is audited by another rank than the owner."""
         return self.is_due(step) and self._schedule.has_other_ranks
 
     def run_passes(self, step: int, train: Callable[[bool], Tensor], read: ReadMicrobatch) -> Tensor:
