@@ -21,11 +21,13 @@ _RELATIVE_COST = 1.25  # of an audit, with hashes, over the passes of one microb
 class Audit:
     """The audit of one step. `microbatches`: by owner, the logical microbatch that another rank computes again.
 
-    `shift`: rank r computes the microbatch of rank (r + shift) modulo their number.
+    `shift`: rank r computes the microbatch of rank (r + shift) modulo their number. `number`: of the audit, counted
+    from the start of the run; see `shard_holders.choose_shift`.
     """
 
     shift: int
     microbatches: tuple[int, ...]
+    number: int = 0
 
     def get_owner(self, rank: int, shift: int | None = None) -> int:
         """Return the rank whose microbatch `rank` computes again. `shift`: instead of that of the audit."""
@@ -73,7 +75,8 @@ class AuditSchedule:
         order = list(self.shifts)
         _make_generator(self.seed, "shifts", period).shuffle(order)
         generator = _make_generator(self.seed, "microbatches", number)
-        return Audit(order[position], tuple(generator.choice(of_rank) for of_rank in self.microbatches_by_rank))
+        microbatches = tuple(generator.choice(of_rank) for of_rank in self.microbatches_by_rank)
+        return Audit(order[position], microbatches, number)
 
     def list_arbitration_shifts(self, audit: Audit) -> list[int]:
         """Return the shifts of the passes that decide a mismatch: both ranks again, and a third one if there is one."""

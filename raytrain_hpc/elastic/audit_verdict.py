@@ -1,6 +1,7 @@
-"""Verdict on a mismatch of an audit: which computations of a microbatch were wrong, and on which ranks. Pure functions.
+"""Verdict on a mismatch of an audit: which computations were wrong, and on which ranks. Pure functions.
 
-A microbatch has the same bits whichever data-parallel rank computes it. What two of them agree on is right.
+A microbatch has the same bits whichever data-parallel rank computes it, and so has an update of a shard of the state.
+What two of them agree on is right.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from raytrain_hpc.elastic.model_replicas import Place
 
 # Kinds of failures: a rank computes something wrong again when it is repeated; or it is one of several that could.
 FAULTY_DEVICE, SUSPECTED = "faulty device", "suspected"
+FaultKind = Literal["compute", "communication", "memory"]
 Entry = tuple[str, str, int]  # (kind: sent, received or contributed; label; hash), see parallel/computation_trace.py
 
 
 @dataclass(frozen=True)
 class Computation:
-    """One computation of a microbatch by a data-parallel rank.
+    """One computation of a microbatch by a data-parallel rank, or of a shard of the state by one rank.
 
     `places`: of its traces, in the same order for all computations. `signature`: equal if all traces are equal.
     """
@@ -31,7 +33,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The judgement of the computations of one microbatch.
+    """The judgement of the computations of one microbatch or shard.
 
     `right`: number of one that is right, None: undecided. `wrong`: numbers of those that are wrong; undecided: of one
     by each data-parallel rank. `persistent`: the data-parallel ranks whose last computation was wrong too; undecided:
@@ -45,29 +47,30 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rank that is at fault. `tensor`: the first that differs in its trace of a microbatch.
+    """A rank that is at fault. `subject`: what it computed, such as a microbatch; `tensor`: the first that differs.
 
     `kind`: compute, it computed something wrong from what it had received; communication, it received something else
-    than others sent. `is_certain`: it is known which of the ranks that disagree is wrong.
+    than others sent; memory, bits changed while nothing wrote to them. `is_certain`: it is known which of the ranks
+    that disagree is wrong.
     """
 
     rank: int
-    microbatch: int
+    subject: str
     tensor: str
-    kind: Literal["compute", "communication"]
+    kind: FaultKind
     is_persistent: bool
     is_certain: bool = True
 
     def __str__(self) -> str:
         """Return the finding as a phrase."""
-        action = "computed" if self.kind == "compute" else "received"
+        action = {"compute": "computed", "communication": "received", "memory": "kept"}[self.kind]
         wrong = "wrong" if self.is_certain else "wrong, or those that it was compared with,"
         repeated = "again when repeated" if self.is_persistent else "right when repeated"
-        return f"rank {self.rank} {action} microbatch {self.microbatch} {wrong} ({self.tensor} first), {repeated}"
+        return f"rank {self.rank} {action} {self.subject} {wrong} ({self.tensor} first), {repeated}"
 
 
 def judge(computations: Sequence[Computation]) -> Verdict:
-    """Judge the computations of one microbatch, which are not all equal, in the order in which they were made.
+    """Judge the computations of one microbatch or shard, which are not all equal, in the order they were made in.
 
     Right is what most data-parallel ranks have computed, if at least two have. If no two agree, one that computed the
     same twice is right, unless there are two such ranks: then it is undecided.
@@ -84,9 +87,9 @@ def judge(computations: Sequence[Computation]) -> Verdict:
 
 
 def find_faults(
-    microbatch: int, computations: Sequence[Computation], verdict: Verdict, traces: Sequence[Sequence[Sequence[Entry]]]
+    subject: str, computations: Sequence[Computation], verdict: Verdict, traces: Sequence[Sequence[Sequence[Entry]]]
 ) -> list[Finding]:
-    """Return the ranks at fault, by the traces of each computation in the order of its places."""
+    """Return the ranks at fault, by the traces of each computation of the subject in the order of its places."""
     findings, signatures = [], [computation.signature for computation in computations]
     for number in verdict.wrong:
         computation, other = computations[number], verdict.right
@@ -95,7 +98,7 @@ def find_faults(
         for place, tensor, kind in _find_origins(traces[other], traces[number]):
             is_persistent = computation.executor in verdict.persistent
             rank = computation.places[place][0]
-            findings.append(Finding(rank, microbatch, tensor, kind, is_persistent, verdict.right is not None))
+            findings.append(Finding(rank, subject, tensor, kind, is_persistent, verdict.right is not None))
     return findings
 
 
@@ -117,14 +120,23 @@ def choose_suspect(suspects: Sequence[int], suspected_before: Collection[int]) -
     return (guilty[0], FAULTY_DEVICE) if guilty else (max(suspects), SUSPECTED)
 
 
+def find_first_difference(expected: Sequence[Entry], found: Sequence[Entry]) -> Entry | None:
+    """Return the first entry of a trace that differs from what is expected; None if there is none."""
+    for one, other in zip(expected, found, strict=False):
+        if one != other:
+            return other
+    longer = found if len(found) > len(expected) else expected
+    return None if len(expected) == len(found) else longer[min(len(expected), len(found))]
+
+
 def _find_origins(
     right: Sequence[Sequence[Entry]], wrong: Sequence[Sequence[Entry]]
-) -> list[tuple[int, str, Literal["compute", "communication"]]]:
+) -> list[tuple[int, str, FaultKind]]:
     """Return (place, tensor, kind) where a computation first differs from a right one.
 
     A trace whose first difference was received did not cause it. If all were received, communication did.
     """
-    differences = [_find_first_difference(*traces) for traces in zip(right, wrong, strict=True)]
+    differences = [find_first_difference(*traces) for traces in zip(right, wrong, strict=True)]
     found = [(place, entry) for place, entry in enumerate(differences) if entry is not None]
     computed = [(place, label) for place, (kind, label, _) in found if kind != "received"]
     if computed:
@@ -144,11 +156,3 @@ def _find_right_signature(computations: Sequence[Computation]) -> Hashable | Non
     repeated = Counter((computation.executor, computation.signature) for computation in computations)
     stable = [signature for (_, signature), count in repeated.items() if count > 1]
     return stable[0] if len(stable) == 1 else None
-
-
-def _find_first_difference(expected: Sequence[Entry], found: Sequence[Entry]) -> Entry | None:
-    for one, other in zip(expected, found, strict=False):
-        if one != other:
-            return other
-    longer = found if len(found) > len(expected) else expected
-    return None if len(expected) == len(found) else longer[min(len(expected), len(found))]

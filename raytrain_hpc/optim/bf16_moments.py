@@ -43,6 +43,10 @@ class Bf16Moments:
         """Release the memory that reading or filling moments took."""
         self._storage.release_memory()
 
+    def make_temporary(self, slices: Slices) -> MomentStorage:
+        """Implement `MomentStorage.make_temporary`."""
+        return Bf16Moments(self._storage.make_temporary(slices), self._wide_bytes)
+
     def _split(self, chunk: OptimizerChunk) -> Iterator[OptimizerChunk]:
         """Yield a chunk in parts: of large tensors, or several small ones."""
         selected, used_bytes = list[tuple[int, slice | None]](), 0

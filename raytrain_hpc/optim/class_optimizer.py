@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +34,21 @@ class ClassOptimizer(Optimizer):
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], config: Config, shard_specs: Mapping[str, ShardSpec], rank: int
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: Config,
+        shard_specs: Mapping[str, ShardSpec],
+        rank: int,
+        moment_kinds: tuple[str, ...] | None = None,
     ):
         """Find the state by a step with zero gradients on copies of the slices. `shard_specs`: by local name.
 
+        `moment_kinds`: the state to keep like moments; None: all that has the shape of its slice in all slices.
         Raises ConfigError for state that is not supported.
         """
-        self._class = OptimizerClass(config)
+        self._class, self._settings, self._shard_specs, self._rank = OptimizerClass(config), config, shard_specs, rank
         slices = get_local_slices(parameters)
-        self._kinds = _find_kinds(self._class, slices)
+        self._kinds = _find_kinds(self._class, slices, moment_kinds)
         if not self._kinds.moments and config.parallel.offload != "none":
             raise self._class.build_error("keeps no state to offload; set parallel.offload=none")
         storage = make_moment_storage(config, rank, slices, self._kinds.moments)
@@ -62,6 +69,16 @@ class ClassOptimizer(Optimizer):
                         "cannot be resharded; set parallel.zero=0 and parallel.tp=1"
                     )
                 self.other_state.setdefault(kind, {})[name] = torch.zeros_like(tensor)
+
+    def make_temporary(self, weights: Mapping[str, Tensor]) -> ClassOptimizer:
+        """Implement `Optimizer.make_temporary`."""
+        settings = deepcopy(self._settings)
+        settings.parallel.offload = "none"
+        parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
+        other = ClassOptimizer(parameters, settings, self._shard_specs, self._rank, self._kinds.moments)
+        other._is_split = self._is_split
+        other.set_steps(self._num_steps)
+        return other
 
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         counts, new_states = self.other_state[NUM_UPDATES], dict[str, State]()
@@ -124,7 +141,9 @@ def _split_new(gradients: Mapping[str, Tensor], initialized: Collection[str]) ->
     yield part
 
 
-def _find_kinds(optimizer_class: OptimizerClass, slices: Mapping[str, Tensor]) -> _StateKinds:
+def _find_kinds(
+    optimizer_class: OptimizerClass, slices: Mapping[str, Tensor], moment_kinds: tuple[str, ...] | None
+) -> _StateKinds:
     """Find the state of all slices. Slices of one shape have the same."""
     known: dict[tuple[torch.Size, torch.dtype], State] = {}
     states: dict[str, State] = {}
@@ -135,11 +154,12 @@ def _find_kinds(optimizer_class: OptimizerClass, slices: Mapping[str, Tensor]) -
                 known[key] = find_state(optimizer_class, weight)
             states[name] = known[key]
     kinds = {kind for state in states.values() for kind in state}
-    moments = {
+    laid_out = [
         kind
         for kind in kinds
         if all(_is_laid_out_like(slices[name], state.get(kind)) for name, state in states.items())
-    }
+    ]
+    moments = set(laid_out if moment_kinds is None else moment_kinds)
     others = {
         name: {kind: value for kind, value in state.items() if kind not in moments} for name, state in states.items()
     }

@@ -31,7 +31,7 @@ class GradientNorm:
     """
 
     def __init__(self, regions: Mapping[str, Sequence[Region]], group: dist.ProcessGroup | None, device: torch.device):
-        self._regions, self._group, self._device = regions, group, device
+        self.regions, self._group, self._device = regions, group, device
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name. Collective if there is a group."""
@@ -45,11 +45,7 @@ class GradientNorm:
         return total.sqrt()
 
     def _select_regions(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        return [
-            gradient if region is None else gradient[region]
-            for name, gradient in gradients.items()
-            for region in self._regions.get(name, ())
-        ]
+        return _select(gradients, self.regions)
 
 
 class ExactGradientNorm(GradientNorm):
@@ -57,32 +53,77 @@ class ExactGradientNorm(GradientNorm):
 
     Squares are rounded to 52 bits below the square of the power of two above the largest element. Adding one to that
     power does it: the bits of the sum, as an integer, are those of the power plus the rounded square.
+
+    `limit`, `squares`: of the last norm, the largest element on all ranks and the sum of squares of this rank.
     """
+
+    limit = 0.0
+    squares: Tensor
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
-        max_elements = _KERNEL_ELEMENTS if is_accelerator(self._device) else _CACHED_ELEMENTS
-        chunks = list(_split_into_chunks(self._select_regions(gradients), max_elements))
-        largest = torch.zeros((), dtype=torch.float64, device=self._device)
-        if chunks:
-            bounds = [torch.aminmax(chunk) for chunk in chunks]
-            largest = torch.stack([bound.abs() for pair in bounds for bound in pair]).max().double()
+        chunks = self._split(self._select_regions(gradients))
+        largest = find_largest(chunks, self._device)
         if self._group is not None:
             largest = largest.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose a NaN
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        limit = largest.item()
-        if not math.isfinite(limit) or not limit:
+        self.limit = largest.item()
+        self.squares = sum_squares(chunks, self.limit, self._device)
+        if not math.isfinite(self.limit) or not self.limit:
             return largest
-        exponent = max(math.frexp(limit)[1], -1000)
-        digits = torch.zeros(2, dtype=torch.int64, device=self._device)
-        buffer = torch.empty(max(map(len, chunks), default=0), dtype=torch.float64, device=self._device)
-        for chunk in chunks:
-            digits += _sum_squares(chunk, exponent, buffer[: len(chunk)])
+        digits = self.squares.clone()
         if self._group is not None:
             dist.all_reduce(digits, group=self._group)
         high, low = digits.tolist()
         root = math.sqrt(((high << _DIGIT_BITS) + low) * 2.0**-_SQUARE_BITS)
-        return torch.tensor(math.ldexp(root, exponent), dtype=torch.float64, device=self._device)
+        return torch.tensor(math.ldexp(root, _get_exponent(self.limit)), dtype=torch.float64, device=self._device)
+
+    def measure(self, gradients: Mapping[str, Tensor], regions: Mapping[str, Sequence[Region]]) -> Tensor:
+        """Return what a rank with these gradients and regions adds to the norm that was computed last, int64 [3].
+
+        These are the bits of its largest element, and its sum of squares. For audits; no communication.
+        """
+        chunks = self._split(_select(gradients, regions))
+        largest = find_largest(chunks, self._device).view(1).view(torch.int64)
+        return torch.cat([largest, sum_squares(chunks, self.limit, self._device)])
+
+    def _split(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        max_elements = _KERNEL_ELEMENTS if is_accelerator(self._device) else _CACHED_ELEMENTS
+        return list(_split_into_chunks(pieces, max_elements))
+
+
+def find_largest(chunks: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the largest absolute value in all chunks, an fp64 scalar; NaN if there is one, 0 without elements."""
+    if not chunks:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    bounds = [torch.aminmax(chunk) for chunk in chunks]
+    return torch.stack([bound.abs() for pair in bounds for bound in pair]).max().double()
+
+
+def sum_squares(chunks: Sequence[Tensor], limit: float, device: torch.device) -> Tensor:
+    """Return the sum of squares of all chunks as two digits, int64 [2]. `limit`: of absolute values; 0 if it is none.
+
+    The unit depends on the limit.
+    """
+    digits = torch.zeros(2, dtype=torch.int64, device=device)
+    if math.isfinite(limit) and limit:
+        buffer = torch.empty(max(map(len, chunks), default=0), dtype=torch.float64, device=device)
+        for chunk in chunks:
+            digits += _sum_squares(chunk, _get_exponent(limit), buffer[: len(chunk)])
+    return digits
+
+
+def _get_exponent(limit: float) -> int:
+    """Return the exponent of a power of two above a limit."""
+    return max(math.frexp(limit)[1], -1000)
+
+
+def _select(gradients: Mapping[str, Tensor], regions: Mapping[str, Sequence[Region]]) -> list[Tensor]:
+    return [
+        gradient if region is None else gradient[region]
+        for name, gradient in gradients.items()
+        for region in regions.get(name, ())
+    ]
 
 
 def _split_into_chunks(pieces: Sequence[Tensor], limit: int) -> Iterator[Tensor]:

@@ -47,7 +47,7 @@ class Muon(Optimizer):
         slices = get_local_slices(parameters)
         others = make_storage({n: s for n, s in slices.items() if n not in matrices}, MOMENT_NAMES["adamw"])
         super().__init__(parameters, config, others, elastic=elastic, canonical_names=canonical_names)
-        self._slices = {name: slices[name] for name in matrices}
+        self._slices, self.matrix_names = {name: slices[name] for name in matrices}, frozenset(matrices)
         self._scales = {name: config.muon_lr_factor * sqrt(max(shape)) for name, shape in matrices.items()}
         self._elastic = elastic
         self._momenta = make_storage(self._slices, MOMENT_NAMES["muon"])

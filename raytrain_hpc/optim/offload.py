@@ -59,13 +59,19 @@ class MomentStorage(Protocol):
     def release_memory(self) -> None:
         """Release the memory that reading or filling moments took."""
 
+    def make_temporary(self, slices: Slices) -> MomentStorage:
+        """Return a storage of moments of other weights, zero and in memory, which gives updates of the same bits.
+
+        `slices`: on the device of the moments.
+        """
+
 
 class OnDevice:
     """Moments on the device of the weights: one chunk, and no copies."""
 
     def __init__(self, slices: Slices, kinds: Iterable[str], dtype: torch.dtype | None = None):
         """`dtype`: of the moments, as in all storages; None: that of the weights."""
-        self.slices = slices
+        self.slices, self._dtype = slices, dtype
         self.moments = {kind: {name: torch.zeros_like(s, dtype=dtype) for name, s in slices.items()} for kind in kinds}
 
     def iter_chunks(self, gradients: Slices, targets: Slices | None = None) -> Iterator[OptimizerChunk]:
@@ -82,6 +88,10 @@ class OnDevice:
 
     def release_memory(self) -> None:
         """Do nothing: moments stay on the device."""
+
+    def make_temporary(self, slices: Slices) -> MomentStorage:
+        """Implement `MomentStorage.make_temporary`."""
+        return OnDevice(slices, tuple(self.moments), self._dtype)
 
 
 class CpuOffload:
@@ -120,6 +130,10 @@ class CpuOffload:
 
     def release_memory(self) -> None:
         """Do nothing: moments stay in host memory."""
+
+    def make_temporary(self, slices: Slices) -> MomentStorage:
+        """Implement `MomentStorage.make_temporary`."""
+        return OnDevice(slices, self._kinds, self._dtype)
 
     def _allocate_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype)

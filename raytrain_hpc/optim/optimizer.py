@@ -81,13 +81,16 @@ class Optimizer:
         canonical_names: Mapping[str, str] | None = None,
     ):
         self._parameters, self._config, self._storage = parameters, config, storage
-        self._groups = split_into_groups(parameters, canonical_names or {}, config.groups, config.weight_decay)
+        self._canonical_names = canonical_names or {}
+        self._groups = split_into_groups(parameters, self._canonical_names, config.groups, config.weight_decay)
         if config.name in ("adamw", "muon"):
             check_dense(storage.slices)
         self._elastic = elastic
         self.moments = storage.moments
         self.other_state: dict[str, dict[str, Tensor]] = {}
         """State by kind and parameter that is not laid out like the parameter: each rank has all of it."""
+        self.matrix_names: frozenset[str] = frozenset()
+        """Parameters whose update needs whole matrices, of which this rank holds parts."""
         self.set_steps(0)
 
     def set_steps(self, num_steps: int) -> None:
@@ -97,6 +100,11 @@ class Optimizer:
     def release_memory(self) -> None:
         """Release the memory that reading or filling moments took."""
         self._storage.release_memory()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's slice of each parameter."""
+        return get_local_slices(self._parameters)
 
     def get_gradients(self) -> dict[str, Tensor]:
         """Return this rank's slice of each gradient. Parameters that the loss did not reach have none."""
@@ -116,6 +124,24 @@ class Optimizer:
         """Drop the gradients of all parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def make_temporary(self, weights: Mapping[str, Tensor]) -> Optimizer:
+        """Return an optimizer of the same settings and step count over other weights, whose state is zero.
+
+        For audits: its updates have the same bits. `weights`: slices of parameters of these names, without those in
+        `matrix_names`, on the device of the moments.
+        """
+        parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
+        storage = self._storage.make_temporary(get_local_slices(parameters))
+        other = Optimizer(
+            parameters, self._config, storage, elastic=self._elastic, canonical_names=self._canonical_names
+        )
+        other.set_steps(self._num_steps)
+        return other
+
+    def apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
+        """Update the slices that `gradients` are of, without counting a step."""
+        self._apply(gradients, lr)
 
     @torch.no_grad()
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:

@@ -8,11 +8,11 @@ wrong did not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,36 @@ class Trace:
         return self._communicated + sorted(self._contributed, key=lambda entry: entry[1])
 
 
+@dataclass(frozen=True)
+class SumTrace:
+    """Tracer of one slice of a sum of gradients. `label`: names the gradients."""
+
+    trace: Trace
+    label: str
+
+    def add_received(self, addends: Tensor) -> None:
+        """Add the addends that this rank has received."""
+        self.trace.add("received", self.label, addends)
+
+    def add_sum(self, total: Tensor) -> None:
+        """Add the sum that this rank has computed."""
+        self.trace.add("contributed", self.label, total)
+
+
+@dataclass(frozen=True)
+class ShardTraces:
+    """What a rank traces for a part of the state in an audited step: its own shard, and that of another rank.
+
+    `shard_shift`: the other rank is this much further among those over which ZeRO shards the parameters. If they are
+    not sharded, it can be `copy_shift` further among the ranks that hold the same. There is no other if both are 0.
+    """
+
+    shard_shift: int
+    copy_shift: int = 0
+    own: Trace = field(default_factory=Trace)
+    other: Trace = field(default_factory=Trace)
+
+
 class ComputationTracer:
     """Tracer of the microbatches that audits compare; shared by everything that communicates in the passes of a rank.
 
@@ -59,6 +89,7 @@ class ComputationTracer:
 
     def __init__(self) -> None:
         self.drops_contributions = False  # whether passes leave no gradients
+        self.audited_sums: Mapping[Any, ShardTraces] = {}  # of gradients, by kind of parameters; empty: not audited
         self._trace: Trace | None = None  # of this rank's microbatch
         self._expert_traces: list[Trace] = []  # by source
         self._slots: Sequence[int] = ()  # by source, the number of its traced microbatch
@@ -66,20 +97,28 @@ class ComputationTracer:
         self._current_slot: int | None = None
 
     @contextmanager
-    def trace(self, slots: Sequence[int], own_source: int, *, drop: bool = False) -> Iterator[list[Trace]]:
+    def trace(
+        self,
+        slots: Sequence[int],
+        own_source: int,
+        *,
+        drop: bool = False,
+        sums: Mapping[Any, ShardTraces] | None = None,
+    ) -> Iterator[list[Trace]]:
         """Trace one microbatch per source inside the context. Yields a trace of this rank's, then those of experts.
 
         `slots`: by source, a rank of the "ep" axis, the number of its traced microbatch. Without expert parallelism
-        there is one source, this rank. `drop`: do not add the gradients of the passes to those of the step.
+        there is one source, this rank. `drop`: do not add the gradients of the passes to those of the step. `sums`:
+        traces of the sums of gradients, by kind of parameters.
         """
-        traces = [Trace() for _ in range(len(slots) + 1)]
+        traces, self.audited_sums = [Trace() for _ in range(len(slots) + 1)], sums or {}
         self._trace, *self._expert_traces = traces
         self._slots, self._own_source, self.drops_contributions = slots, own_source, drop
         try:
             yield traces
         finally:
             self._trace, self._expert_traces = None, []
-            self._current_slot, self.drops_contributions = None, False
+            self._current_slot, self.drops_contributions, self.audited_sums = None, False, {}
 
     def enter_microbatch(self, slot: int) -> None:
         """Take note that the passes of a microbatch of this rank run from now on. `slot`: its number on this rank."""
@@ -103,6 +142,16 @@ class ComputationTracer:
 
 
 @dataclass(frozen=True)
+class SumTraces:
+    """The traces of the sum of some gradients on a rank; see `ShardTraces`."""
+
+    own: SumTrace
+    other: SumTrace
+    shard_shift: int
+    copy_shift: int
+
+
+@dataclass(frozen=True)
 class ContributionTrace:
     """Tracer of the gradients of some parameters, by source. `of_experts`: there are as many sources as "ep" ranks."""
 
@@ -114,6 +163,15 @@ class ContributionTrace:
     def drops_contributions(self) -> bool:
         """Whether the gradients are not to be added to those of the step."""
         return self.tracer.drops_contributions
+
+    @property
+    def sum_traces(self) -> SumTraces | None:
+        """The traces of the sum of the gradients over all microbatches; None if it is not audited."""
+        sums = self.tracer.audited_sums.get("experts" if self.of_experts else "dense")
+        if sums is None or self.drops_contributions:
+            return None
+        label = f"sum of {self.label}"
+        return SumTraces(SumTrace(sums.own, label), SumTrace(sums.other, label), sums.shard_shift, sums.copy_shift)
 
     def add(self, source: int, gradients: Tensor, slot: int) -> None:
         """Add the gradients of a microbatch of a source. `slot`: its number among those of the source."""
@@ -136,6 +194,8 @@ def compute_hash(tensor: Tensor) -> Tensor:
     always detected; several, unless their changes cancel.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
     if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() % _WORD_BYTES:
         flat = flat.clone()
     row_bytes = _NUM_LANES * _WORD_BYTES

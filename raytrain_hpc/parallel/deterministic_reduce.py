@@ -9,91 +9,19 @@ or stay sharded (ZeRO). Context-parallel ranks each have a part of every microba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raytrain_hpc.parallel.blocking_collectives import all_gather_flat, wait_all
-from raytrain_hpc.parallel.computation_trace import ContributionTrace
-from raytrain_hpc.parallel.reduction_order import ContributionAssignment, PartitionedSum, ReductionOrder, Slots
+from raytrain_hpc.parallel.computation_trace import ContributionTrace, SumTrace
+from raytrain_hpc.parallel.pairwise_all_reduce import NodeExchange, PairwiseAllReduce, SumAudit, rotate_slices
+from raytrain_hpc.parallel.reduction_order import PartitionedSum, ReductionOrder, Slots
 from raytrain_hpc.torch_device import get_device_module, is_on_accelerator
 
 # Returns the gradients of the last backward pass by source rank and parameter, and removes them.
 TakeGradients = Callable[[], list[list[Tensor | None]]]
-
-
-class NodeExchange:
-    """An asynchronous exchange of the tree nodes of the ranks of a group, of which each rank receives one slice."""
-
-    def __init__(self, nodes: Sequence[Tensor], assignment: ContributionAssignment, group: dist.ProcessGroup):
-        """Start to send the nodes of this rank, flat, in the order of the assignment. The ranks divide their size."""
-        num_ranks = len(assignment.nodes_by_rank)
-        self._assignment, self._slice_size = assignment, nodes[0].numel() // num_ranks
-        self._recv_sizes = [len(of_rank) * self._slice_size for of_rank in assignment.nodes_by_rank]
-        self._received = nodes[0].new_empty(sum(self._recv_sizes))
-        send_sizes = [len(nodes) * self._slice_size] * num_ranks
-        # By destination rank, then by node; lives until the exchange is complete.
-        self._send_buffer = torch.stack([node.view(num_ranks, -1) for node in nodes], dim=1).view(-1)
-        work = dist.all_to_all_single(
-            self._received, self._send_buffer, self._recv_sizes, send_sizes, group=group, async_op=True
-        )
-        self._works = [] if work is None else [work]
-
-    def add_received(self, total: PartitionedSum) -> None:
-        """Wait, and add the slices of all nodes to a sum."""
-        wait_all(self._works)
-        received = [part.view(-1, self._slice_size).unbind() for part in torch.split(self._received, self._recv_sizes)]
-        for nodes, values in zip(self._assignment.nodes_by_rank, received, strict=True):
-            for node, value in zip(nodes, values, strict=True):
-                total.add(value, node)
-
-
-class PairwiseAllReduce:
-    """An all-reduce in a fixed order of additions, in two asynchronous exchanges: `start`, `advance`, `finish`.
-
-    Between the calls, other work can run, and other all-reduces of the group: all ranks must call in the same order.
-    `group` None: this rank alone.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, assignment: ContributionAssignment, local: PartitionedSum):
-        """`local`: the contributions of this rank, flat tensors; they are overwritten."""
-        self._group, self._assignment, self._local = group, assignment, local
-        self._works: list[dist.Work] = []
-        # With one node on each of two ranks there is one addition, in which an all-reduce has no choice.
-        self._is_one_addition = [len(nodes) for nodes in assignment.nodes_by_rank] == [1, 1]
-
-    def start(self) -> None:
-        """Start to exchange the nodes, of which each rank receives one slice."""
-        if self._group is None:
-            return
-        nodes = [self._local.open_nodes[node] for node in self._assignment.local_nodes]
-        if self._is_one_addition:
-            self._summed = nodes[0]
-            self._wait_later(dist.all_reduce(self._summed, group=self._group, async_op=True))
-            return
-        num_ranks = len(self._assignment.nodes_by_rank)
-        padded = [nn.functional.pad(node, (0, -node.numel() % num_ranks)) for node in nodes]
-        self._summed, self._exchange = padded[0], NodeExchange(padded, self._assignment, self._group)
-
-    def advance(self) -> None:
-        """Sum the slices that were received, and start to gather the sums."""
-        if self._group is None or self._is_one_addition:
-            return
-        total = self._assignment.make_sum()
-        self._exchange.add_received(total)
-        del self._exchange
-        self._wait_later(all_gather_flat(self._summed, total.compute_total(), self._group, async_op=True))
-
-    def finish(self) -> Tensor:
-        """Wait, and return the sum, flat, in the memory of a contribution if the ranks divide its size."""
-        if self._group is None:
-            return self._local.compute_total()
-        wait_all(self._works)
-        return self._summed
-
-    def _wait_later(self, work: dist.Work | None) -> None:
-        self._works = [] if work is None else [work]
 
 
 class PairwiseBucket:
@@ -145,7 +73,10 @@ class PairwiseBucket:
         """Start the all-reduce. `slot`: of the microbatch whose gradients are not in the tree yet, None: all are."""
         if slot is not None:
             self._add(slot, self._take_gradients())
-        self._all_reduce = PairwiseAllReduce(self._group, self._order.replicas, self._tree)
+        audit = None
+        if (traces := self._trace.sum_traces) is not None:
+            audit = SumAudit(traces.own, traces.other, traces.copy_shift)
+        self._all_reduce = PairwiseAllReduce(self._group, self._order.replicas, self._tree, audit)
         self._all_reduce.start()
 
     def advance(self) -> None:
@@ -255,7 +186,8 @@ class DeterministicReduceScatter:
         self._reset()
 
     def _reset(self) -> None:
-        self._tree = self._order.replicas.make_sum()
+        self._own = _ShardSum(self._order.replicas.make_sum())
+        self._other: _ShardSum | None = None  # in audits
         self._whole_tree = self._order.shards.make_sum()  # of whole gradients
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -279,14 +211,25 @@ class DeterministicReduceScatter:
             if self._once_per_step:
                 self._add(self._whole_tree, self._order.local_slots, source, flat)
                 continue
-            received = torch.empty_like(flat)
-            dist.all_to_all_single(received, flat, group=group)
-            for slots, value in zip(self._order.slots_by_rank, received.chunk(num_ranks), strict=True):
-                self._add(self._tree, slots, source, value)
+            for shard in self._list_shards():
+                received = torch.empty_like(flat)
+                dist.all_to_all_single(received, rotate_slices(flat, num_ranks, shard.shift), group=group)
+                if shard.trace is not None:
+                    shard.trace.add_received(received)
+                for slots, value in zip(self._order.slots_by_rank, received.chunk(num_ranks), strict=True):
+                    self._add(shard.tree, slots, source, value)
         if self._once_per_step and self._cursor.is_last:
             nodes = [self._whole_tree.open_nodes[node] for node in self._order.shards.local_nodes]
-            NodeExchange(nodes, self._order.shards, group).add_received(self._tree)
+            for shard in self._list_shards():
+                NodeExchange(nodes, self._order.shards, group, shard.shift).add_received(shard.tree, shard.trace)
         output_tensor.zero_()
+
+    def _list_shards(self) -> list[_ShardSum]:
+        """Return the sum of this rank's shard, and in audits that of another rank's, which is only traced."""
+        if self._other is None and (traces := self._trace.sum_traces) is not None:
+            self._own.trace = traces.own
+            self._other = _ShardSum(self._order.replicas.make_sum(), traces.shard_shift, traces.other)
+        return [self._own] if self._other is None else [self._own, self._other]
 
     def _add(self, total: PartitionedSum, slots: Slots, source: int, value: Tensor) -> None:
         """Add the gradient of one source in the current slot of a rank, unless the microbatch is padding."""
@@ -312,13 +255,27 @@ class DeterministicReduceScatter:
 
         It runs on a stream of its own, on which FSDP2 then accumulates `output` into the gradients.
         """
-        _record_use([output, *self._tree.open_nodes.values()])  # allocated on the stream of the reduce-scatter
+        shards = [self._own] if self._other is None else [self._other, self._own]
+        for shard in shards:  # their tensors were allocated on the stream of the reduce-scatter
+            _record_use([output, *shard.tree.open_nodes.values()])
         if self._cursor.is_last:
-            all_reduce = PairwiseAllReduce(self._replica_group, self._order.replicas, self._tree)
-            all_reduce.start()
-            all_reduce.advance()
-            output.copy_(all_reduce.finish()[: output.numel()])
+            for shard in shards:  # this rank's last
+                audit = None if shard.trace is None else SumAudit(shard.trace)
+                all_reduce = PairwiseAllReduce(self._replica_group, self._order.replicas, shard.tree, audit)
+                all_reduce.start()
+                all_reduce.advance()
+                total = all_reduce.finish()
+            output.copy_(total[: output.numel()])
             self._reset()
+
+
+@dataclass
+class _ShardSum:
+    """The sum of the gradients of one shard: this rank's, or that of the rank `shift` further."""
+
+    tree: PartitionedSum
+    shift: int = 0
+    trace: SumTrace | None = None
 
 
 def _split_rows(tensor: Tensor, num_ranks: int) -> Tensor:

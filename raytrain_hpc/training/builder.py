@@ -63,7 +63,7 @@ from raytrain_hpc.training.state_builder import (
     measure_state_memory,
 )
 from raytrain_hpc.training.state_loader import CheckpointRollback, get_source_state, restore_state
-from raytrain_hpc.training.step_audits import StepAudits, build_audits
+from raytrain_hpc.training.step_audits import StateHashes, StepAudits, UpdatedState, build_audits
 from raytrain_hpc.training.step_callbacks import AuditedState, EvaluationSchedule, RankStatistics
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
@@ -137,7 +137,8 @@ def _build_with_callbacks(
     running_statistics = build_running_statistics(train_module, model, spec, context)
     model_step = build_forward_backward(train_module, model, spec, context, timers, running_statistics, control.emit)
     evaluator = build_evaluator(spec, dataset, context, model_step, control, timers)
-    audits = build_audits(spec, context, model, model_step, loader, optimizer, control, emit)
+    model_update = _build_model_update(spec, model, optimizer, peer_info, context, running_statistics)
+    audits = build_audits(spec, context, model, model_step, model_update, loader, state, peer_info, control, emit)
     checks = replica_check, snapshots.mark_verified if audits is None else _ignore_record
     add_common_callbacks(callbacks, spec, train_module, state, *checks, control, context.tracer)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
@@ -150,7 +151,7 @@ def _build_with_callbacks(
         loader,
         model_step,
         LossReducer(context, spec.batching),
-        _build_model_update(spec, model, optimizer, peer_info, context, running_statistics),
+        model_update,
         _build_step_guard(spec, recent_losses, rollback, emit),
         snapshots,
         checkpointer,
@@ -369,7 +370,10 @@ def _build_trainer_callbacks(
 def _build_audit_callbacks(
     audits: StepAudits | None, replica_check: ReplicaCheck, snapshots: SnapshotManager
 ) -> list[Callback]:
-    return [] if audits is None else [AuditedState(audits.is_verified, replica_check, snapshots.mark_verified)]
+    if audits is None:
+        return []
+    hashes, updated = StateHashes(audits), UpdatedState(audits)
+    return [hashes, updated, AuditedState(audits.is_verified, replica_check, snapshots.mark_verified)]
 
 
 def _after_rollback(optimizer: Optimizer, callback_state: CallbackState) -> None:

@@ -26,22 +26,27 @@ class ModelUpdate:
     running_statistics: RunningStatistics
     max_grad_norm: float
     gradient_nbytes: int = field(default=0, init=False)  # of this rank's gradients, at the last clipping
+    _gradients: list[Tensor] = field(default_factory=list, init=False)  # between computing their norm and clipping
 
-    def clip_gradients(self, num_tokens: Tensor) -> Tensor:
-        """Scale summed gradients to those of the mean loss and clip them by their global norm.
+    def compute_norm(self, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norm of the gradients of the mean loss, and the factor that makes clipped ones of summed ones.
 
-        Call after the backward passes. `num_tokens`: valid tokens of the global batch, fp64 scalar. Returns the norm
-        before clipping, fp64 scalar on the device. Collective over the ranks that hold one whole state.
+        Call after the backward passes. `num_tokens`: valid tokens of the global batch, fp64 scalar. Returns fp64
+        scalars on the device. Collective over the ranks that hold one whole state.
         """
         gradients = self.optimizer.get_gradients()
+        self._gradients = list(gradients.values())
         self.gradient_nbytes = sum(gradient.nbytes for gradient in gradients.values())
         norm = self.gradient_norm(gradients) / num_tokens
         limit = self.max_grad_norm
         scale = (limit / (norm + 1e-6)).clamp(max=1.0) / num_tokens if limit else 1.0 / num_tokens
-        if gradients:
-            slices = list(gradients.values())
-            foreach_mul_(slices, scale.to(slices[0].dtype))
-        return norm
+        return norm, scale
+
+    def scale_gradients(self, scale: Tensor) -> None:
+        """Multiply all gradients by the factor of `compute_norm`."""
+        if self._gradients:
+            foreach_mul_(self._gradients, scale.to(self._gradients[0].dtype))
+        self._gradients = []
 
     def update_weights(self, step: int) -> None:
         """Run the optimizer with the learning rate of step `step` (0-based), and drop the gradients."""

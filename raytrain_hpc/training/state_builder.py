@@ -107,10 +107,21 @@ def build_gradient_norm(
     `indexes`: the state index of every rank. An element that several ranks of one replica hold is counted by the lowest
     of them. `exact`: give the same bits for every layout (train.deterministic=elastic).
     """
-    ranks = context.get_state_ranks()
-    slices = [ParameterSlice(model, name) for name in model.parameters]
+    norm_class = ExactGradientNorm if exact else GradientNorm
+    regions = find_norm_regions(model, model.parameters, indexes, context.get_state_ranks(), context.rank)
+    return norm_class(regions, context.state_group, context.device)
+
+
+def find_norm_regions(
+    model: ParallelModel, parameters: Iterable[str], indexes: list[StateIndex], ranks: list[int], rank: int
+) -> dict[str, list[Region]]:
+    """Return the regions of the gradients of some parameters that one of `ranks`, which hold a whole state, counts.
+
+    `rank`: this one, or one with the same slices of these parameters.
+    """
+    slices = [ParameterSlice(model, name) for name in parameters]
     names = {f"model.{weight.shard_spec.name}" for weight in slices}
-    owned_regions = find_owned_regions([indexes[rank] for rank in ranks], ranks.index(context.rank), names)
+    owned_regions = find_owned_regions([indexes[rank] for rank in ranks], ranks.index(rank), names)
     regions: dict[str, list[Region]] = {}
     next_shard: Counter[str] = Counter()  # shards of a tensor are numbered in the order in which slices make them
     for weight in slices:
@@ -123,5 +134,4 @@ def build_gradient_norm(
                 slices_in_tensor = region.to_slices(Box.from_shape(weight.tensor.shape))
                 regions.setdefault(weight.name, []).append(None if is_whole else slices_in_tensor)
             next_shard[name] += 1
-    norm_class = ExactGradientNorm if exact else GradientNorm
-    return norm_class(regions, context.state_group, context.device)
+    return regions

@@ -1,56 +1,41 @@
-"""Audits of steps: another rank computes a microbatch again, and a step is applied only if both have the same bits.
+"""Audits of steps: what a rank computes and keeps is compared with what another rank computes from the same inputs.
 
-Needs `train.deterministic=elastic`, with which a microbatch has the same bits on all ranks. An audited step begins with
-passes over a microbatch of another data-parallel rank, whose gradients are dropped. Hashes of what these passes
-communicate and contribute are compared with those of the owner's passes (parallel/computation_trace.py).
+A step that is audited is applied only if its passes, the sums of its gradients, their norm and the update have the same
+bits on two ranks each, and if no bit of what it reads has changed in memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
-from raytrain_hpc.distributed.replica_check import CorruptionError
-from raytrain_hpc.elastic.audit_schedule import Audit, AuditSchedule, choose_interval, count_ranks_per_unit
-from raytrain_hpc.elastic.audit_verdict import (
-    FAULTY_DEVICE,
-    Computation,
-    Entry,
-    Finding,
-    find_faults,
-    judge,
-    merge_findings,
-)
-from raytrain_hpc.elastic.model_replicas import ModelReplicas, Place
-from raytrain_hpc.model.moe import Router
-from raytrain_hpc.optim.optimizer import Optimizer
-from raytrain_hpc.parallel.computation_trace import Trace
+from raytrain_hpc.callbacks.callback import Callback
+from raytrain_hpc.distributed.handshake import PeerInfo
+from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
+from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
+from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
+from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
+from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
+from raytrain_hpc.parallel.expert_parallel import get_expert_parameters
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.runtime.control_channel import ControlChannel, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
-from raytrain_hpc.training.batch_exchange import exchange_objects
+from raytrain_hpc.state.shard_index import StateIndex
+from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.data_builder import Loader
 from raytrain_hpc.training.forward_backward import ForwardBackward
-from raytrain_hpc.training.train_module import AnyBatch
-
-ReadMicrobatch = Callable[[int, int], AnyBatch]  # (step, number of a logical microbatch) -> microbatch
-
-
-class AuditMismatchError(CorruptionError):
-    """A rank computes microbatches wrong again and again, or two ranks disagree and no third one can decide."""
-
-    kind = FAULTY_DEVICE
-
-    def __init__(self, step: int, findings: Sequence[Finding]):
-        certain = tuple(finding.rank for finding in findings if finding.is_certain)
-        suspects = tuple(finding.rank for finding in findings if not finding.is_certain)
-        super().__init__(certain, f"audit of step {step + 1}: {'; '.join(map(str, findings))}", suspects)
+from raytrain_hpc.training.memory_audits import MemoryAudits, StateChangedError, gather_texts
+from raytrain_hpc.training.model_update import ModelUpdate
+from raytrain_hpc.training.pass_audits import MAX_ATTEMPTS, AuditMismatchError, PassAudits, ReadMicrobatch
+from raytrain_hpc.training.shard_computations import ShardComputations
+from raytrain_hpc.training.state_builder import find_norm_regions
+from raytrain_hpc.training.update_audits import UpdateAudits
 
 
 def build_audits(
@@ -58,200 +43,211 @@ def build_audits(
     context: ParallelContext,
     model: ParallelModel,
     model_step: ForwardBackward,
+    model_update: ModelUpdate,
     loader: Loader,
-    optimizer: Optimizer,
+    state: ShardedState,
+    peer_info: PeerInfo,
     control: ControlChannel,
     emit: Callable[[Record], None],
 ) -> StepAudits | None:
     """Return the auditor of a rank's steps, or None if no step is audited. `emit`: discards records but on one rank."""
-    microbatches = tuple(spec.batching.split_by_rank(spec.layout.dp_size))
-    if not (interval := choose_interval(spec.config.fault.audit_interval, microbatches)):
+    microbatches, norm = tuple(spec.batching.split_by_rank(spec.layout.dp_size)), model_update.gradient_norm
+    interval = choose_interval(spec.config.fault.audit_interval, microbatches)
+    if not interval or not isinstance(norm, ExactGradientNorm):
         return None
     schedule = AuditSchedule(interval, spec.config.run.seed, microbatches, count_ranks_per_unit(spec.layout))
-    return StepAudits(
-        schedule, context, model, model_step, loader, optimizer.zero_grad, lambda: control.is_aborted, emit
-    )
+    report, optimizer = partial(_report, emit), model_update.optimizer
+    drop_gradients, is_aborted = optimizer.zero_grad, partial(_is_aborted, control)
+    passes = PassAudits(schedule, context, model, model_step, loader, drop_gradients, is_aborted, report)
+    memory = MemoryAudits(state, optimizer.get_gradients, context)
+    experts = get_expert_parameters(model.modules.values())
+    regions = _find_regions_of_first_holders(model, peer_info.destination_indexes, context, experts)
+    update = UpdateAudits(context, optimizer, norm, regions, experts)
+    return StepAudits(schedule, passes, memory, update, context, report)
+
+
+def _find_regions_of_first_holders(
+    model: ParallelModel, indexes: list[StateIndex], context: ParallelContext, experts: Iterable[str]
+) -> dict[str, list[Region]]:
+    """Return what the first rank that holds the same shard as this one counts of each gradient in the norm.
+
+    That is what this rank counts, unless the ranks that hold a shard belong to one replica of the state.
+    """
+    ranks, holders, regions = context.get_state_ranks(), ShardHolders(context.layout), dict[str, list[Region]]()
+    expert_names = set(experts) if "experts" in holders.kinds else set()
+    for kind in holders.kinds:
+        first = holders.find_first(kind, context.rank)
+        names = [name for name in model.parameters if (name in expert_names) == (kind == "experts")]
+        regions |= find_norm_regions(model, names, indexes, ranks, first if first in ranks else context.rank)
+    return regions
 
 
 @dataclass
-class _Passes:
-    """The passes of all ranks over one microbatch each, in lockstep."""
-
-    shift: int  # data-parallel rank r computes the microbatch of rank r + shift
-    traces: list[Trace]  # of this rank
-    totals: list[list[int]] = field(default_factory=list)  # by rank, then by trace: a hash of the whole trace
-
-    def get_computation(self, replicas: ModelReplicas, owner: int) -> Computation:
-        """Return the computation of the microbatch of a data-parallel rank."""
-        executor = (owner - self.shift) % replicas.dp_size
-        places = replicas.list_places(executor)
-        return Computation(executor, tuple(places), tuple(self.totals[rank][number] for rank, number in places))
-
-
 class StepAudits:
-    """Auditor of the steps that are due."""
+    """Auditor of the steps that are due. `report`: takes transient faults, which all ranks find alike."""
 
-    def __init__(
-        self,
-        schedule: AuditSchedule,
-        context: ParallelContext,
-        model: ParallelModel,
-        model_step: ForwardBackward,
-        loader: Loader,
-        drop_gradients: Callable[[], None],
-        is_aborted: Callable[[], bool],
-        emit: Callable[[Record], None],
-    ):
-        """`drop_gradients`: sets all gradients to None. `emit`: takes incidents, which all ranks find alike.
-
-        `is_aborted`: whether collectives were aborted, which can return without an error, and anything.
-        """
-        self._schedule, self._context, self._model_step, self._loader = schedule, context, model_step, loader
-        self._drop_gradients, self._is_aborted, self._emit = drop_gradients, is_aborted, emit
-        self._replicas = ModelReplicas(context.layout)
-        self._dp_rank = context.layout.get_dp_rank(context.rank)
-        self._expert_peers = self._replicas.get_expert_peers(context.rank)
-        modules = [submodule for module in model.modules.values() for submodule in module.modules()]
-        self._routers = [module for module in modules if isinstance(module, Router)]
+    schedule: AuditSchedule
+    passes: PassAudits
+    memory: MemoryAudits
+    update: UpdateAudits
+    context: ParallelContext
+    report: Callable[[int, Finding, float], None]
+    _step_with_changed_gradients: int = -1
+    _clipped: Mapping[ParameterKind, ShardTraces] = field(default_factory=dict)  # traces that two ranks agree on
+    _updated: Mapping[ParameterKind, ShardTraces] = field(default_factory=dict)
 
     def is_due(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited."""
-        return self._schedule.is_due(step)
+        return self.schedule.is_due(step)
 
     def is_verified(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited by another rank than the owner."""
-        return self.is_due(step) and self._schedule.has_other_ranks
+        return self.is_due(step) and self.schedule.has_other_ranks
 
     def run_passes(self, step: int, train: Callable[[bool], Tensor], read: ReadMicrobatch) -> Tensor:
-        """Run the passes of an audited step by `train`, and return its result. Collective over all ranks.
+        """Run the passes of an audited step by `train`; see `PassAudits.run`. Collective over all ranks.
 
-        `train(again)`: runs the passes over this rank's microbatches; `again`: another time. `read`: reads a logical
-        microbatch of a step. If a fault is found that is gone when repeated, all passes run again. Raises
-        AuditMismatchError on all ranks if a fault is persistent or undecided, or if the second try differs too, and
-        GenerationAbortedError if collectives were aborted meanwhile.
+        Raises StateChangedError on all ranks if the state of one has changed since the last step.
         """
-        audit, findings, began = self._schedule.plan(step), list[Finding](), 0.0
-        for again in (False, True):
-            audited = self._recompute(step, audit, audit.shift, read)
-            losses, own = self._train(audit, train, again=again)
-            self._gather_totals([own, audited])
-            owners = [owner for owner in range(self._replicas.dp_size) if self._differ(owner, own, audited)]
-            if not owners:
-                break
-            began = began or time.time()
-            findings = self._find_faults(step, audit, [own, audited], owners, read)
-            if self._is_aborted():
-                raise GenerationAbortedError("its collectives were aborted")
-            if persistent := [finding for finding in findings if finding.is_persistent or again]:
-                raise AuditMismatchError(step, persistent)
-        for finding in findings:
-            self._report(step, finding, began)
+        self.memory.check_state(step)
+        self.passes.raise_if_aborted()
+        losses = self.passes.run(step, train, read)
+        self.memory.record_gradients()
         return losses
 
-    def _train(self, audit: Audit, train: Callable[[bool], Tensor], *, again: bool) -> tuple[Tensor, _Passes]:
-        """Run the passes of the step. Return the losses of this rank's microbatches, and the traces of the audited."""
-        slots = [self._get_slot(audit, peer) for peer in self._expert_peers]
-        with self._context.tracer.trace(slots, self._expert_peers.index(self._context.rank)) as traces:
-            losses = train(again)
-            traces[0].add("contributed", "loss", losses[self._get_slot(audit, self._context.rank)])
-        return losses, _Passes(0, traces)
+    def have_gradients_changed(self, step: int) -> bool:
+        """Return whether reduced gradients of an audited step have changed in memory. Collective over all ranks.
 
-    def _recompute(self, step: int, audit: Audit, shift: int, read: ReadMicrobatch) -> _Passes:
-        """Run the passes of a shift, and drop their gradients."""
-        batch, slots = self._read(step, audit, shift, read), [0] * len(self._expert_peers)
-        own_source = self._expert_peers.index(self._context.rank)
-        with self._context.tracer.trace(slots, own_source, drop=True) as traces:
-            sums = self._model_step.recompute(step, batch)
-            traces[0].add("contributed", "loss", sums)
-        self._drop_gradients()
-        for router in self._routers:
-            router.load.zero_()
-        return _Passes(shift, traces)
+        Call before they are read. The passes must then run again. Raises AuditMismatchError on all ranks if the
+        gradients of the step change for the second time.
+        """
+        return self._have_changed(step, self.memory.find_changed_gradient(), "reduced gradients")
 
-    def _read(self, step: int, audit: Audit, shift: int, read: ReadMicrobatch) -> AnyBatch:
-        owner = audit.get_owner(self._dp_rank, shift)
-        if self._loader.reads_any_microbatch or owner == self._dp_rank:
-            return read(step, audit.microbatches[owner])
-        batch, rank = read(step, audit.microbatches[self._dp_rank]), self._context.rank
-        auditor, owner_rank = self._replicas.move(rank, -shift), self._replicas.move(rank, shift)
-        received: AnyBatch = exchange_objects(batch, auditor, owner_rank, self._context.device)
-        return received
+    def have_clipped_gradients_changed(self, step: int) -> bool:
+        """Return whether clipped gradients differ from what `compute_norm` verified. As `have_gradients_changed`."""
+        changed = _find_difference(self._clipped, self.update.trace_gradients())
+        return self._have_changed(step, changed, "clipped gradients")
 
-    def _get_slot(self, audit: Audit, rank: int) -> int:
-        """Return the number of the audited microbatch of a rank among its microbatches."""
-        dp_rank = self._context.layout.get_dp_rank(rank)
-        return audit.microbatches[dp_rank] - self._schedule.microbatches_by_rank[dp_rank].start
+    def compute_norm(self, step: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Return what `compute` returns: the norm of gradients, and the factor that clips them, verified.
 
-    def _gather_totals(self, passes: Sequence[_Passes]) -> None:
-        """Exchange a hash of each trace with all ranks."""
-        device = self._context.device
-        hashes = [torch.stack([trace.compute_total(device) for trace in of_pass.traces]) for of_pass in passes]
-        own = torch.stack(hashes)
-        gathered = [torch.empty_like(own) for _ in range(self._context.layout.world_size)]
-        if self._context.world_group is None:
-            gathered = [own]
-        else:
-            dist.all_gather(gathered, own, group=self._context.world_group)
-        if self._is_aborted():
-            raise GenerationAbortedError("its collectives were aborted")
-        for of_pass, by_rank in zip(passes, torch.stack(gathered, dim=1).tolist(), strict=True):
-            of_pass.totals = by_rank
+        Collective over all ranks. Raises as `verify_update` does.
+        """
+        norm, scale = compute()
 
-    def _differ(self, owner: int, *passes: _Passes) -> bool:
-        """Return whether computations of the microbatch of a data-parallel rank differ."""
-        return len({of_pass.get_computation(self._replicas, owner).signature for of_pass in passes}) > 1
+        def trace(draw: int, attempt: int) -> Mapping[ParameterKind, ShardTraces]:
+            nonlocal norm, scale
+            if attempt:
+                norm, scale = compute()
+            return self.update.compute_clipping(draw, scale)
 
-    def _find_faults(
-        self, step: int, audit: Audit, passes: Sequence[_Passes], owners: Sequence[int], read: ReadMicrobatch
-    ) -> list[Finding]:
-        """Compute the audited microbatches again, and return who is at fault. The step's gradients are dropped."""
-        self._drop_gradients()
-        repeated = [
-            self._recompute(step, audit, shift, read) for shift in self._schedule.list_arbitration_shifts(audit)
-        ]
-        self._gather_totals(repeated)
-        passes, findings = [*passes, *repeated], list[Finding]()
-        computations = {owner: [p.get_computation(self._replicas, owner) for p in passes] for owner in owners}
-        entries = self._gather_entries(passes, computations.values())
-        for owner, of_owner in computations.items():
-            traces = [
-                [entries[number, place] for place in computation.places] for number, computation in enumerate(of_owner)
-            ]
-            findings += find_faults(audit.microbatches[owner], of_owner, judge(of_owner), traces)
-        return merge_findings(findings)
+        self._clipped = self._audit(step, "the norm of gradients", trace)
+        return norm, scale
 
-    def _gather_entries(
-        self, passes: Sequence[_Passes], computations: Iterable[Sequence[Computation]]
-    ) -> dict[tuple[int, Place], list[Entry]]:
-        """Exchange the traces of some computations. Return them by number of the passes and by place."""
-        wanted = {
-            (number, place)
-            for of_owner in computations
-            for number, computation in enumerate(of_owner)
-            for place in computation.places
+    def verify_update(self, step: int, lr: float) -> None:
+        """Verify what the optimizer will do with the current gradients. Collective over all ranks.
+
+        Raises AuditMismatchError on all ranks if a fault is persistent, and GenerationAbortedError if collectives were
+        aborted meanwhile.
+        """
+        self._updated = self._audit(step, "the update", lambda draw, attempt: self.update.compute_update(draw, lr))
+
+    def check_state(self, step: int) -> None:
+        """Compare the state after an update with what was verified. Collective over all ranks.
+
+        Raises StateChangedError on all ranks if it differs on one.
+        """
+        if self._updated:
+            changed = _find_difference(self._updated, self.update.trace_state())
+            by_rank, self._updated = gather_texts(changed, self.context), {}
+            self.passes.raise_if_aborted()
+            if by_rank:
+                raise StateChangedError(step, by_rank, "its update was computed")
+
+    def _audit(
+        self, step: int, subject: str, compute: Callable[[int, int], Mapping[ParameterKind, ShardTraces]]
+    ) -> Mapping[ParameterKind, ShardTraces]:
+        """Compute the traces of shards on several ranks, again if they differ, and return them when they agree."""
+        began, number = time.time(), self.schedule.plan(step).number
+        computations = ShardComputations(self.context, ShardHolders(self.context.layout), subject)
+        for attempt in range(MAX_ATTEMPTS):
+            traces = compute(number + attempt % 2, attempt)
+            computations.add(traces)
+            self.passes.raise_if_aborted()
+            if not computations.has_differed:
+                break
+        for finding in self.passes.judge(step, computations):
+            self.report(step, finding, began)
+        return traces
+
+    def _have_changed(self, step: int, changed: str | None, subject: str) -> bool:
+        began, by_rank = time.time(), gather_texts(changed, self.context)
+        self.passes.raise_if_aborted()
+        is_persistent = step == self._step_with_changed_gradients
+        findings = [Finding(rank, subject, name, "memory", is_persistent) for rank, name in by_rank.items()]
+        if findings and is_persistent:
+            raise AuditMismatchError(step, findings)
+        for finding in findings:
+            self.report(step, finding, began)
+            self._step_with_changed_gradients = step
+        return bool(findings)
+
+
+class UpdatedState(Callback):
+    """Comparison of the state after the update of an audited step with what was verified."""
+
+    priority = 99  # before callbacks of the user, which may change the state
+
+    def __init__(self, audits: StepAudits):
+        self._audits = audits
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Compare the state if the step was audited. Raises StateChangedError on all ranks if it differs on one."""
+        self._audits.check_state(self.context.step - 1)
+
+
+class StateHashes(Callback):
+    """Hashes of the state after a step, before one that is audited."""
+
+    priority = -200  # after all callbacks that change the state
+
+    def __init__(self, audits: StepAudits):
+        self._audits = audits
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        """Hash the state if the next step is audited."""
+        if self._audits.is_due(self.context.step):
+            self._audits.memory.record_state()
+
+
+def _find_difference(verified: Mapping[ParameterKind, ShardTraces], live: Trace) -> str | None:
+    """Return the name of the first tensor of a trace that differs from a verified one; None if there is none."""
+    entries = live.to_entries()
+    labels = {label for _, label, _ in entries}
+    expected = [entry for traces in verified.values() for entry in traces.own.to_entries() if entry[1] in labels]
+    difference = find_first_difference(sorted(expected, key=_get_label), entries)
+    return None if difference is None else difference[1]
+
+
+def _get_label(entry: Entry) -> str:
+    return entry[1]
+
+
+def _is_aborted(control: ControlChannel) -> bool:
+    return control.is_aborted
+
+
+def _report(emit: Callable[[Record], None], step: int, finding: Finding, began: float) -> None:
+    """Emit the incident of a transient fault. `began`: when it was found."""
+    emit(
+        {
+            "type": "incident",
+            "kind": "silent corruption",
+            "rank": finding.rank,
+            "operation": f"audit of step {step + 1}",
+            "reason": str(finding),
+            "time": began,
+            "recovered_s": time.time() - began,
+            "steps_lost": 0,
         }
-        rank = self._context.rank
-        own = {
-            (number, (rank, trace)): of_pass.traces[trace].to_entries()
-            for number, of_pass in enumerate(passes)
-            for trace in range(len(of_pass.traces))
-            if (number, (rank, trace)) in wanted
-        }
-        gathered = [own] * self._context.layout.world_size
-        if self._context.world_group is not None:
-            dist.all_gather_object(gathered, own, group=self._context.world_group)
-        return {key: entries for of_rank in gathered for key, entries in of_rank.items()}
-
-    def _report(self, step: int, finding: Finding, began: float) -> None:
-        self._emit(
-            {
-                "type": "incident",
-                "kind": "silent corruption",
-                "rank": finding.rank,
-                "operation": f"audit of step {step + 1}",
-                "reason": str(finding),
-                "time": began,
-                "recovered_s": time.time() - began,
-                "steps_lost": 0,
-            }
-        )
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -121,6 +122,8 @@ class Trainer:
         self.snapshots.before_update()
         self.callbacks.run("pre_optim_step")
         with self.timers.phase("optimizer"):
+            if self.audits is not None and self.audits.is_due(step):
+                self.audits.verify_update(step, self.model_update.learning_rate(step))
             self.model_update.update_weights(step)
         self.step_guard.accept(step, result.loss)
         self.raise_if_aborted()
@@ -138,7 +141,10 @@ class Trainer:
         self.wait_for_background_copies()
         with self.timers.phase("communication"):
             totals = self.reduce_losses_and_requests(losses)
-            grad_norm = self.model_update.clip_gradients(totals.num_tokens)
+            grad_norm = self._clip_gradients(step, totals.num_tokens)
+        if grad_norm is None:
+            self.model_update.optimizer.zero_grad()
+            return self.forward_backward(step, self.loader.reread)
         loss, norm, requests = totals.read(grad_norm)
         self.raise_if_aborted()
         self.metrics.report_step()  # all ranks have passed `wait_for_background_copies`
@@ -155,6 +161,20 @@ class Trainer:
             return train(False)
         other = replace(reader, read_microbatch=self.loader.read_microbatch)
         return self.audits.run_passes(step, train, lambda step, microbatch: other.read(microbatch))
+
+    def _clip_gradients(self, step: int, num_tokens: Tensor) -> Tensor | None:
+        """Clip the gradients and return their norm, or None if memory errors have spoilt those of an audited step."""
+        update, audits = self.model_update, self.audits
+        compute_norm = partial(update.compute_norm, num_tokens)
+        if audits is None or not audits.is_due(step):
+            norm, scale = compute_norm()
+            update.scale_gradients(scale)
+            return norm
+        if audits.have_gradients_changed(step):
+            return None
+        norm, scale = audits.compute_norm(step, compute_norm)
+        update.scale_gradients(scale)
+        return None if audits.have_clipped_gradients_changed(step) else norm
 
     def wait_for_background_copies(self) -> None:
         """Wait for snapshots and checkpoint staging, which read the live state, and for copies of snapshots to peers.

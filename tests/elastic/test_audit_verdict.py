@@ -55,8 +55,8 @@ def find(right: list[list[Entry]], wrong: list[list[Entry]], *, repeats: bool = 
     moved = tuple((10 + rank, 0) for rank in range(len(right)))
     computations = [Computation(1, moved, "wrong"), Computation(0, places, "right"), Computation(2, places, "right")]
     verdict = Verdict(1, (0,), (1,) if repeats else ())
-    findings = find_faults(5, computations, verdict, [wrong, right, right])
-    assert all(finding.microbatch == 5 and finding.is_persistent == repeats for finding in findings)
+    findings = find_faults("microbatch 5", computations, verdict, [wrong, right, right])
+    assert all(finding.subject == "microbatch 5" and finding.is_persistent == repeats for finding in findings)
     return [(finding.rank, finding.tensor, finding.kind) for finding in findings]
 
 
@@ -108,8 +108,8 @@ def test_a_single_rank_that_never_repeats_its_result_is_named() -> None:
 
 
 def test_one_finding_per_rank_remains_a_persistent_one_first() -> None:
-    once = Finding(3, 1, "a", "compute", is_persistent=False)
-    again = Finding(3, 2, "b", "compute", is_persistent=True)
-    other = Finding(1, 2, "b", "compute", is_persistent=False)
+    once = Finding(3, "microbatch 1", "a", "compute", is_persistent=False)
+    again = Finding(3, "microbatch 2", "b", "compute", is_persistent=True)
+    other = Finding(1, "microbatch 2", "b", "compute", is_persistent=False)
     assert merge_findings([once, other, again, once]) == [other, again]
     assert str(again) == "rank 3 computed microbatch 2 wrong (b first), again when repeated"
