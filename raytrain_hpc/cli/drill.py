@@ -19,7 +19,7 @@ from raytrain_hpc.cli.options import CONFIG_WORDS, ConfigCommand, print_errors_o
 from raytrain_hpc.config.schema import Config, FaultKind, InjectConfig
 from raytrain_hpc.device_backends import has_endless_kernel, is_accelerator_type
 from raytrain_hpc.driver.run_directory import read_run_directory
-from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE
+from raytrain_hpc.elastic.audit_verdict import CORRUPT, FAULTY_DEVICE
 from raytrain_hpc.errors import CheckpointError, ConfigError
 from raytrain_hpc.storage.location import get_modified_time
 
@@ -37,7 +37,18 @@ FAULT_KINDS: tuple[FaultKind, ...] = (
     "nan",
 )
 GPU_FAULT_KINDS: tuple[FaultKind, ...] = ("gpu_hang", "gpu_error")  # with cluster.device naming one
-CORRUPTION_KINDS: tuple[FaultKind, ...] = ("bitflip_batch", "bitflip_activation", "bitflip_gradient")  # of passes
+CORRUPTION_KINDS: tuple[FaultKind, ...] = (
+    "bitflip_batch",
+    "bitflip_activation",
+    "bitflip_gradient",
+    "bitflip_message",
+    "bitflip_sum",
+    "bitflip_reduced",
+    "bitflip_update",
+    "bitflip_weight",
+    "bitflip_moment",
+)
+_ROUNDED_KINDS = ("bitflip_activation", "bitflip_gradient")  # of which low bits are often rounded away
 # Kinds of incident that name each fault. gloo ends a process that receives more than it has room for.
 INCIDENT_KINDS: dict[str, tuple[str, ...]] = {
     "kill": ("died",),
@@ -54,8 +65,9 @@ INCIDENT_KINDS: dict[str, tuple[str, ...]] = {
     "gpu_error": ("raised",),
     "nan": ("not finite",),
     **dict.fromkeys(CORRUPTION_KINDS, ("silent corruption", FAULTY_DEVICE)),
+    **dict.fromkeys(("bitflip_weight", "bitflip_moment"), (CORRUPT,)),
 }
-_MIN_BIT = 16  # of a flip in fp32: the lower ones are often rounded away
+_MIN_BIT = 16  # of a flip in fp32 that is not to be rounded away
 _MIN_STEPS_BETWEEN_FAULTS = 5
 
 
@@ -172,7 +184,8 @@ def make_schedule(
     ]
     for fault in schedule:
         if fault.kind in CORRUPTION_KINDS:
-            fault.bit = 0 if fault.kind == "bitflip_batch" else rng.randrange(_MIN_BIT, 32)
+            lowest = _MIN_BIT if fault.kind in _ROUNDED_KINDS else 0
+            fault.bit = 0 if fault.kind == "bitflip_batch" else rng.randrange(lowest, 32)
             fault.persistent = rng.random() < 0.25
     return schedule
 

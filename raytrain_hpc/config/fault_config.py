@@ -25,6 +25,8 @@ FaultKind = Literal[
     "bitflip_batch",
     "bitflip_activation",
     "bitflip_gradient",
+    "bitflip_message",
+    "bitflip_sum",
     "bitflip_reduced",
     "bitflip_update",
     "bitflip_weight",
@@ -46,10 +48,12 @@ class InjectConfig(Section):
         "segfault: access invalid memory; oom: allocate more memory than there is on the device; skip_collective: skip "
         "one all-reduce; swap_collectives: reorder two of them; resize_collective: give one half of its tensor; "
         "network_down: receive no packet of other ranks any more, on CPUs; nan: a NaN gradient; spike: a loss 100 "
-        "times too high; bitflip or bitflip_update: flip a bit of a weight after the step; bitflip_weight: before "
-        "it; bitflip_moment: of a moment of the optimizer before it; bitflip_batch: of what the model reads; "
-        "bitflip_activation: of what it returns; bitflip_gradient: of the gradient of that; bitflip_reduced: of a "
-        "gradient after its reduction; slow: microbatches take three times as long from then on; gpu_hang: a kernel "
+        "times too high; bitflip: flip a bit of a weight after the step; bitflip_weight: before it; bitflip_moment: of "
+        "a moment of the optimizer before it; bitflip_batch: of what the model reads; bitflip_activation: of what it "
+        "returns; bitflip_gradient: of the gradient of that; bitflip_message: of what the rank receives in an "
+        "all-to-all, as in the reduction of gradients under train.deterministic=elastic; bitflip_sum: of a sum of "
+        "gradients in that reduction; bitflip_reduced: of a gradient after its reduction; bitflip_update: of a weight "
+        "that the optimizer has computed; slow: microbatches take three times as long from then on; gpu_hang: a kernel "
         "that never ends; gpu_error: an invalid memory access of a kernel; node: kill all Ray processes of the rank's "
         "node, which must not be the driver's.",
     )

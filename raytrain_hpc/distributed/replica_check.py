@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.elastic.audit_verdict import CORRUPT
 from raytrain_hpc.errors import CallbackError
 from raytrain_hpc.state.sharded_state import ShardedState, find_divergent_ranks
 
@@ -17,7 +18,7 @@ class CorruptionError(Exception):
     one is to be replaced.
     """
 
-    kind = "corrupt"
+    kind = CORRUPT
 
     def __init__(self, corrupt_ranks: tuple[int, ...], reason: str, suspects: tuple[int, ...] = ()):
         self.corrupt_ranks, self.suspects = corrupt_ranks, suspects

@@ -107,7 +107,8 @@ class RunRecorder:
         self._published_steps, self.newest_checkpoint_time = set(store.list_steps()), store.get_newest_time()
         self._timelines = TimelineWriter(directory.timeline)
         self._committed_step = 0
-        self.verified_step = 0  # the last step that was audited by another rank: what was trained by then is right
+        self.audited_step = 0  # the last step that was audited: no memory had changed by then
+        self.verified_step = 0  # the last one that was audited by another rank: what was trained by then is right
         self._unprinted_steps: list[dict[str, Any]] = []  # metrics of the steps since the last log line
         self.totals = RunTotals()
         self.ready_records: dict[int, Record] = {}  # by rank, of the generation that commits the first step
@@ -121,6 +122,7 @@ class RunRecorder:
         self._callbacks.call("on_membership_changed", world, generation)
         with self._lock:
             self._world, self._device, self._committed_step = world, device, first_step
+            self.audited_step = min(self.audited_step, first_step)
             self.verified_step = min(self.verified_step, first_step)
             for publisher in self._publishers.values():
                 publisher.begin_generation(generation, world)
@@ -182,6 +184,7 @@ class RunRecorder:
     def _update_totals(self, metrics: dict[str, Any]) -> None:
         totals = self.totals
         totals.last_metrics, step = metrics, metrics["step"]
+        self.audited_step = step if "elastic/audited" in metrics else min(self.audited_step, step - 1)
         self.verified_step = step if metrics.get("elastic/audited") else min(self.verified_step, step - 1)
         if "val/loss" in metrics:
             totals.val_loss = metrics["val/loss"]

@@ -15,7 +15,7 @@ from raytrain_hpc.driver.backend import WorkerGroup
 from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from raytrain_hpc.driver.run_setup import make_paths_absolute
-from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE, SUSPECTED
+from raytrain_hpc.elastic.audit_verdict import CORRUPT, FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.state_partition import find_newest_complete_step
 from raytrain_hpc.errors import CheckpointCorruptedError, WorkerFailedError
 
@@ -58,10 +58,16 @@ class SavedState:
         self._finder.exclude(point, error)
 
     def distrust_newer(self, failure: WorkerFailedError, generation: int) -> None:
-        """Exclude the checkpoints that a rank which computes wrong may have spoilt. Raises CheckpointError."""
+        """Exclude the checkpoints that a faulty rank may have spoilt since the last audit. Raises CheckpointError."""
+        recorder = self._recorder
         if failure.kind in (FAULTY_DEVICE, SUSPECTED):
-            self._recorder.wait_for_checkpoints()
-            self._store.distrust(self._recorder.verified_step, generation, f"rank {failure.rank}, {failure.kind}")
+            step = recorder.verified_step
+        elif failure.kind == CORRUPT and self._config.fault.audit_interval:
+            step = recorder.audited_step
+        else:
+            return
+        recorder.wait_for_checkpoints()
+        self._store.distrust(step, generation, f"rank {failure.rank}, {failure.kind}")
 
     def is_memory_outdated(self, workers: WorkerGroup) -> bool:
         """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""

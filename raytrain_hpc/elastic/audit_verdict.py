@@ -13,8 +13,9 @@ from typing import Literal
 
 from raytrain_hpc.elastic.model_replicas import Place
 
-# Kinds of failures: a rank computes something wrong again when it is repeated; or it is one of several that could.
-FAULTY_DEVICE, SUSPECTED = "faulty device", "suspected"
+# Kinds of failures: the state of a rank is wrong; it computes something wrong again when it is repeated; it is one of
+# several that could.
+CORRUPT, FAULTY_DEVICE, SUSPECTED = "corrupt", "faulty device", "suspected"
 FaultKind = Literal["compute", "communication", "memory"]
 Entry = tuple[str, str, int]  # (kind: sent, received or contributed; label; hash), see parallel/computation_trace.py
 
@@ -134,14 +135,38 @@ def _find_origins(
 ) -> list[tuple[int, str, FaultKind]]:
     """Return (place, tensor, kind) where a computation first differs from a right one.
 
-    A trace whose first difference was received did not cause it. If all were received, communication did.
+    A trace whose first difference was received did not cause it. If all were received, communication did, where
+    something was received that no other rank has sent like that.
     """
     differences = [find_first_difference(*traces) for traces in zip(right, wrong, strict=True)]
     found = [(place, entry) for place, entry in enumerate(differences) if entry is not None]
     computed = [(place, label) for place, (kind, label, _) in found if kind != "received"]
     if computed:
         return [(place, label, "compute") for place, label in computed]
-    return [(place, label, "communication") for place, (_, label, _) in found]
+    sent = [_list_wrongly_sent(*traces) for traces in zip(right, wrong, strict=True)]
+    received = {place: (label, _count_before(wrong[place], entry)) for place, entry in found for label in entry[1:2]}
+    unexplained = [
+        place
+        for place, message in received.items()
+        if not any(message in of_other for other, of_other in enumerate(sent) if other != place)
+    ]
+    return [(place, received[place][0], "communication") for place in unexplained or received]
+
+
+def _list_wrongly_sent(expected: Sequence[Entry], found: Sequence[Entry]) -> set[tuple[str, int]]:
+    """Return the messages that a rank has sent but that differ, by label and number among those of that label."""
+    pairs = [(one, other) for one, other in zip(expected, found, strict=False) if one[0] == other[0] == "sent"]
+    numbers, different = Counter[str](), set[tuple[str, int]]()
+    for one, other in pairs:
+        if one != other:
+            different.add((other[1], numbers[other[1]]))
+        numbers[other[1]] += 1
+    return different
+
+
+def _count_before(entries: Sequence[Entry], entry: Entry) -> int:
+    """Return how many messages of the same kind and label come before an entry."""
+    return sum(other[:2] == entry[:2] for other in entries[: entries.index(entry)])
 
 
 def _find_right_signature(computations: Sequence[Computation]) -> Hashable | None:

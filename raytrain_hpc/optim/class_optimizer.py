@@ -78,6 +78,7 @@ class ClassOptimizer(Optimizer):
         other = ClassOptimizer(parameters, settings, self._shard_specs, self._rank, self._kinds.moments)
         other._is_split = self._is_split
         other.set_steps(self._num_steps)
+        other.update_hooks = self.update_hooks
         return other
 
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -91,6 +91,8 @@ class Optimizer:
         """State by kind and parameter that is not laid out like the parameter: each rank has all of it."""
         self.matrix_names: frozenset[str] = frozenset()
         """Parameters whose update needs whole matrices, of which this rank holds parts."""
+        self.update_hooks: list[Callable[[Mapping[str, Tensor]], None]] = []
+        """Functions that are called with the weights after each update of them."""
         self.set_steps(0)
 
     def set_steps(self, num_steps: int) -> None:
@@ -112,7 +114,7 @@ class Optimizer:
 
     def step(self, lr: float) -> None:
         """Update every slice with its gradient, then drop the gradients."""
-        self._apply(self.get_gradients(), lr)
+        self.apply(self.get_gradients(), lr)
         self.skip_step()
 
     def skip_step(self) -> None:
@@ -137,11 +139,16 @@ class Optimizer:
             parameters, self._config, storage, elastic=self._elastic, canonical_names=self._canonical_names
         )
         other.set_steps(self._num_steps)
+        other.update_hooks = self.update_hooks
         return other
 
     def apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """Update the slices that `gradients` are of, without counting a step."""
         self._apply(gradients, lr)
+        if self.update_hooks:
+            weights = self.weights
+            for hook in tuple(self.update_hooks):
+                hook({name: weights[name] for name in gradients})
 
     @torch.no_grad()
     def _apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:

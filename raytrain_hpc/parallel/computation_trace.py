@@ -57,6 +57,10 @@ class SumTrace:
     trace: Trace
     label: str
 
+    def add_sent(self, addends: Tensor) -> None:
+        """Add the addends that this rank sends to others."""
+        self.trace.add("sent", self.label, addends)
+
     def add_received(self, addends: Tensor) -> None:
         """Add the addends that this rank has received."""
         self.trace.add("received", self.label, addends)

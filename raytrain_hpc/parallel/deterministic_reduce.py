@@ -260,7 +260,10 @@ class DeterministicReduceScatter:
             _record_use([output, *shard.tree.open_nodes.values()])
         if self._cursor.is_last:
             for shard in shards:  # this rank's last
-                audit = None if shard.trace is None else SumAudit(shard.trace)
+                audit = None
+                if shard.trace is not None:
+                    where = ", over copies" if self._replica_group is not None else ""
+                    audit = SumAudit(SumTrace(shard.trace.trace, shard.trace.label + where))
                 all_reduce = PairwiseAllReduce(self._replica_group, self._order.replicas, shard.tree, audit)
                 all_reduce.start()
                 all_reduce.advance()

@@ -55,7 +55,8 @@ class NodeExchange:
 class SumAudit:
     """The audit of an all-reduce. `own`: traces the slice that this rank sums.
 
-    `other`: traces the slice of the rank `shift` further, which this rank sums too; None: it does not.
+    `other`: traces the slice of the rank `shift` further, which this rank sums too; None: it does not, since other
+    ranks compute the whole all-reduce again. `own` then has the addends too that this rank sends.
     """
 
     own: SumTrace
@@ -96,6 +97,9 @@ class PairwiseAllReduce:
             return
         num_ranks = len(self._assignment.nodes_by_rank)
         padded = [nn.functional.pad(node, (0, -node.numel() % num_ranks)) for node in nodes]
+        if self._audit is not None and self._audit.other is None:
+            for node in padded:
+                self._audit.own.add_sent(node)
         self._summed, self._exchange = padded[0], NodeExchange(padded, self._assignment, self._group)
         if self._audit is not None and self._audit.other is not None:
             self._other_exchange = NodeExchange(padded, self._assignment, self._group, self._audit.shift)

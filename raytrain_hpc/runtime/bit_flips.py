@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.state.sharded_state import ShardedState
 
+UpdateHook = Callable[[Mapping[str, Tensor]], None]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
@@ -71,6 +72,60 @@ class ModelBitFlip:
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
+
+
+class CallBitFlip:
+    """A bit flip in what calls of a function in this process compute or receive: the next one, or all of them."""
+
+    def __init__(self, owner: Any, name: str, bit: int, *, is_persistent: bool):
+        """`owner`, `name`: of a function that returns a tensor, or fills its first argument."""
+        self._owner, self._name, self._bit, self._is_persistent = owner, name, bit, is_persistent
+        self._original = getattr(owner, name)
+
+    def attach(self) -> None:
+        """Begin to corrupt calls."""
+        original, bit_flip = self._original, self
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if hasattr(result, "wait"):
+                result.wait()
+            output = result if isinstance(result, Tensor) else args[0]
+            if output.is_floating_point() and output.numel():
+                flip_bit(output, bit_flip._bit)
+                if not bit_flip._is_persistent:
+                    bit_flip.detach()
+            return result
+
+        setattr(self._owner, self._name, call)
+
+    def detach(self) -> None:
+        """Corrupt no more calls."""
+        setattr(self._owner, self._name, self._original)
+
+
+class UpdateBitFlip:
+    """A bit flip in the first weight that an optimizer computes: in its next update, or in all of them."""
+
+    def __init__(self, hooks: list[UpdateHook], bit: int, *, is_persistent: bool):
+        """`hooks`: those of the optimizer, called with the weights that it has updated."""
+        self._hooks, self._bit, self._is_persistent = hooks, bit, is_persistent
+
+    def attach(self) -> None:
+        """Begin to corrupt updates."""
+        self._hooks.append(self._flip)
+
+    def detach(self) -> None:
+        """Corrupt no more updates."""
+        if self._flip in self._hooks:
+            self._hooks.remove(self._flip)
+
+    def _flip(self, weights: Mapping[str, Tensor]) -> None:
+        weight = next((weight for weight in weights.values() if weight.numel()), None)
+        if weight is not None:
+            flip_bit(weight, self._bit)
+            if not self._is_persistent:
+                self.detach()
 
 
 def flip_state_bit(state: ShardedState, prefix: str, bit: int) -> None:

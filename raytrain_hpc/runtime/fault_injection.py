@@ -18,7 +18,15 @@ from torch import Tensor
 from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.config.schema import InjectConfig
 from raytrain_hpc.parallel.computation_trace import ComputationTracer
-from raytrain_hpc.runtime.bit_flips import ModelBitFlip, flip_gradient_bit, flip_state_bit
+from raytrain_hpc.parallel.reduction_order import PartitionedSum
+from raytrain_hpc.runtime.bit_flips import (
+    CallBitFlip,
+    ModelBitFlip,
+    UpdateBitFlip,
+    UpdateHook,
+    flip_gradient_bit,
+    flip_state_bit,
+)
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import Location, create_file
 from raytrain_hpc.torch_device import synchronize
@@ -26,6 +34,8 @@ from raytrain_hpc.torch_private import sleep_on_device
 
 _ENDLESS_CYCLES = 1 << 62  # of a GPU's clock: decades
 _MODEL_BIT_FLIPS = ("bitflip_batch", "bitflip_activation", "bitflip_gradient")
+_CALL_BIT_FLIPS = {"bitflip_message": (dist, "all_to_all_single"), "bitflip_sum": (PartitionedSum, "compute_total")}
+_ATTACHED_BIT_FLIPS = (*_MODEL_BIT_FLIPS, *_CALL_BIT_FLIPS, "bitflip_update")
 
 
 class SupportsLoss(Protocol):
@@ -39,7 +49,8 @@ class FaultInjector(Callback):
     """Injector of the faults of one rank.
 
     `state`: the live state, of which a bit can be flipped. `cut_network`: makes this rank receive nothing from others.
-    `tracer`: tells passes of audits.
+    `tracer`: tells passes of audits. `update_hooks`: those of the optimizer; None: it is that of a
+    script, whose weights are corrupted after its step.
     """
 
     priority = 100
@@ -54,9 +65,13 @@ class FaultInjector(Callback):
         state: ShardedState,
         cut_network: Callable[[], None],
         tracer: ComputationTracer,
+        update_hooks: list[UpdateHook] | None,
     ):
         self._train_module, self._rank, self._state, self._cut_network = train_module, rank, state, cut_network
-        self._tracer = tracer
+        self._tracer, self._update_hooks = tracer, update_hooks
+        self._after_step = ("bitflip",) if update_hooks is not None else ("bitflip", "bitflip_update")
+        self._before_step = [kind for kind in _ATTACHED_BIT_FLIPS if kind not in self._after_step]
+        self._attached: list[CallBitFlip | UpdateBitFlip] = []  # they outlive the model
         self._faults = [(number, fault) for number, fault in enumerate(faults) if fault.rank % world_size == rank]
         self._marker_dir = run_dir / "injected"
         # Slowness and broken devices belong to the process, which may have another rank now.
@@ -64,20 +79,38 @@ class FaultInjector(Callback):
         if any(fault.kind == "slow" for fault in claimed):
             self._slow_down()
         self._persistent = [fault for fault in claimed if fault.persistent]
-        self._unattached = [fault for fault in self._persistent if fault.kind in _MODEL_BIT_FLIPS]
+        self._unattached = [fault for fault in self._persistent if fault.kind in self._before_step]
 
     def pre_step(self) -> None:
         """Inject a NaN or a spike into the loss, and flip bits of the state or of what the model computes."""
-        claimed = [self._claim_fault(self.context.step, kind) for kind in _MODEL_BIT_FLIPS]
+        claimed = [self._claim_fault(self.context.step, kind) for kind in self._before_step]
         for fault in self._unattached + [fault for fault in claimed if fault is not None]:
-            flip = ModelBitFlip(fault.kind, fault.bit, self._tracer, is_persistent=fault.persistent)
-            flip.attach(self.context.modules.values())
+            self._attach_bit_flip(fault)
         self._unattached = []
         self._flip_state_bits(self.context.step, "bitflip_weight", "model.")
         self._flip_state_bits(self.context.step, "bitflip_moment", "optimizer.")
         for kind, factor in (("nan", float("nan")), ("spike", 100.0)):
             if self._claim_fault(self.context.step, kind) is not None:
                 self._corrupt_loss(factor)
+
+    def close(self) -> None:
+        """Undo what would corrupt later generations of this process."""
+        for flip in self._attached:
+            flip.detach()
+
+    def _attach_bit_flip(self, fault: InjectConfig) -> None:
+        if fault.kind in _MODEL_BIT_FLIPS:
+            model_flip = ModelBitFlip(fault.kind, fault.bit, self._tracer, is_persistent=fault.persistent)
+            model_flip.attach(self.context.modules.values())
+            return
+        if fault.kind == "bitflip_update" and self._update_hooks is not None:
+            flip: CallBitFlip | UpdateBitFlip = UpdateBitFlip(
+                self._update_hooks, fault.bit, is_persistent=fault.persistent
+            )
+        else:
+            flip = CallBitFlip(*_CALL_BIT_FLIPS[fault.kind], fault.bit, is_persistent=fault.persistent)
+        flip.attach()
+        self._attached.append(flip)
 
     def _corrupt_loss(self, factor: float) -> None:
         """Multiply the loss of the next microbatch by a factor."""
@@ -104,7 +137,7 @@ class FaultInjector(Callback):
 
     def post_step(self, metrics: dict[str, Any]) -> None:
         """Flip a bit of the first weight."""
-        for kind in ("bitflip", "bitflip_update"):
+        for kind in self._after_step:
             self._flip_state_bits(self.context.step - 1, kind, "model.")
 
     def _slow_down(self) -> None:

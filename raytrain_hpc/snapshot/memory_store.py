@@ -1,18 +1,20 @@
 """In-memory snapshots of the last committed steps, from which a run recovers when a rank is lost.
 
 Two steps are kept per rank, because ranks can be one step apart when a fault occurs: some have applied the update,
-others were still waiting in the last all-reduce.
+others were still waiting in the last all-reduce. With `fault.keep_verified_state`, the last verified step is kept too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from raytrain_hpc.snapshot.shared_file import decode_step, encode_step
 from raytrain_hpc.state.host_buffer import HostBuffer
 from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState
+
+NUM_SLOTS = 3  # of a rank: for the last two steps, and a verified one
 
 
 class SnapshotSlot:
@@ -57,10 +59,14 @@ class RankSnapshots(Protocol):
 
 
 class SnapshotRing:
-    """The two slots for the last two snapshots of one rank. `slots`: existing ones; default: ordinary host memory."""
+    """The slots for the last two snapshots of one rank, and for one that is kept longer.
 
-    def __init__(self, slots: tuple[SnapshotSlot, SnapshotSlot] | None = None) -> None:
-        self._slots = (SnapshotSlot(), SnapshotSlot()) if slots is None else slots
+    `slots`: three existing ones; default: ordinary host memory, which is allocated when it is used.
+    """
+
+    def __init__(self, slots: Sequence[SnapshotSlot] = ()) -> None:
+        self._slots = tuple(slots) or tuple(SnapshotSlot() for _ in range(NUM_SLOTS))
+        self._kept_step: int | None = None
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -73,14 +79,27 @@ class SnapshotRing:
 
     def evict_oldest(self) -> SnapshotSlot:
         """Invalidate the older snapshot and return its slot. The caller fills the slot, then sets its step."""
-        slot = min(self._slots, key=lambda slot: encode_step(slot.step))
+        slots = [slot for slot in self._slots if self._kept_step is None or slot.step != self._kept_step]
+        slot = min(slots[: NUM_SLOTS - 1], key=lambda slot: encode_step(slot.step))
         slot.step = slot.pending_step = None  # invalid while it is being overwritten
         return slot
 
+    def keep(self, step: int | None) -> None:
+        """Keep the snapshot of `step`, once it is complete, beside the last two, instead of the one kept before."""
+        self._kept_step = step
+
     def invalidate(self) -> None:
-        """Mark both snapshots as incomplete, also for other processes that have them open. Take none afterwards."""
+        """Mark all snapshots but the one that is kept as incomplete, also for other processes that have them open.
+
+        Take none afterwards.
+        """
         for slot in self._slots:
-            slot.invalidate()
+            if slot.step is None or slot.step != self._kept_step:
+                slot.invalidate()
+
+    def has_step(self, step: int) -> bool:
+        """Return whether there is a snapshot of `step`, or one in progress."""
+        return any(step in (slot.step, slot.pending_step) for slot in self._slots)
 
     def synchronize(self) -> None:
         """Wait for the copies in progress and mark their snapshots as complete."""
@@ -88,6 +107,22 @@ class SnapshotRing:
             if slot.pending_step is not None:
                 slot.buffer.synchronize()
                 slot.step, slot.pending_step = slot.pending_step, None
+
+
+class _OneSnapshot:
+    """Read access to one of the snapshots of a rank. Implements `RankSnapshots`. `step` None: none."""
+
+    def __init__(self, snapshots: RankSnapshots, step: int | None):
+        self._snapshots, self._step = snapshots, step
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The step, if its snapshot is complete."""
+        return tuple(step for step in self._snapshots.steps if step == self._step)
+
+    def get_state(self, step: int) -> ShardedState:
+        """Return the state after `step`; empty for any other step."""
+        return self._snapshots.get_state(step) if step == self._step else ShardedState()
 
 
 class SnapshotStore:
@@ -104,7 +139,8 @@ class SnapshotStore:
         self._replicas: dict[int, SnapshotRing] = {}
         self._attached: Mapping[int, RankSnapshots] = {}
         self._live: tuple[int, ShardedState] | None = None
-        self._verified = SnapshotSlot()
+        self._verified = SnapshotSlot()  # of state that is in no ring
+        self._kept_step: int | None = None  # of the verified snapshots in the rings
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -170,24 +206,45 @@ class SnapshotStore:
             self.synchronize()
         self._live = None
 
+    def has_snapshot(self, step: int) -> bool:
+        """Return whether there is a snapshot of this rank's state after `step`, or one in progress."""
+        return self._own_snapshots.has_step(step)
+
+    def keep_verified_snapshots(self, step: int) -> None:
+        """Keep the snapshots after `step` of all ranks until the next call. Call on all ranks once it is verified.
+
+        Other processes of the node that have the memory open keep them too.
+        """
+        self._kept_step = step
+        for snapshots in (self._own_snapshots, *self._replicas.values()):
+            snapshots.keep(step)
+
     def keep_verified(self, step: int, state: ShardedState) -> None:
-        """Copy the state after `step` and keep it until the next call. Call after a replica check has passed."""
+        """Copy the state after `step` and keep it until the next call. Call once it is verified.
+
+        For state of which there are no snapshots.
+        """
         self._verified.step = None
         self._verified.state = self._verified.buffer.copy(state)
         self._verified.buffer.synchronize()
         self._verified.step = step
 
     def discard_unverified(self) -> None:
-        """Discard all snapshots and replicas but the verified one. Call when replicas differ.
+        """Discard all snapshots and replicas but verified ones. Call when replicas differ.
 
         Other processes of the node that have the memory of this one open see them as incomplete too.
         """
+        self.synchronize()
         for snapshots in (self._own_snapshots, *self._replicas.values()):
             snapshots.invalidate()
-        self._clear()
+        if self._kept_step is None:
+            self._clear()
+        self._attached = {rank: _OneSnapshot(of_rank, self._kept_step) for rank, of_rank in self._attached.items()}
+        self._live = None
 
     def _clear(self) -> None:
         self._own_snapshots, self._replicas, self._attached, self._live = SnapshotRing(), {}, {}, None
+        self._kept_step = None
 
     def get_state(self, step: int) -> ShardedState:
         """Return all shards in memory of the state after `step`: this rank's snapshot and the replicas."""

@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from raytrain_hpc.snapshot.memory_store import SnapshotRing, SnapshotSlot
+from raytrain_hpc.snapshot.memory_store import NUM_SLOTS, SnapshotRing, SnapshotSlot
 from raytrain_hpc.snapshot.shared_file import OpenedSnapshots, SharedFile, SnapshotHandles
 from raytrain_hpc.state.host_buffer import HostBuffer, compute_block_bytes, view_shards
 from raytrain_hpc.state.shard_index import StateIndex
@@ -42,9 +42,8 @@ class SharedSnapshots(SnapshotRing):
 
     def __init__(self, index: StateIndex) -> None:
         """Create the memory. `index`: that of the rank's state."""
-        blocks = SharedMemoryBlock(), SharedMemoryBlock()
-        first, second = (SnapshotSlot(HostBuffer(block.allocate), block.step_word) for block in blocks)
-        super().__init__((first, second))
+        blocks = [SharedMemoryBlock() for _ in range(NUM_SLOTS)]
+        super().__init__([SnapshotSlot(HostBuffer(block.allocate), block.step_word) for block in blocks])
         text = json.dumps(index.to_json()).encode()
         self._index_file = SharedFile(len(text))
         os.pwrite(self._index_file.descriptor, text, 0)

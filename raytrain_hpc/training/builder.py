@@ -140,7 +140,7 @@ def _build_with_callbacks(
     model_update = _build_model_update(spec, model, optimizer, peer_info, context, running_statistics)
     audits = build_audits(spec, context, model, model_step, model_update, loader, state, peer_info, control, emit)
     checks = replica_check, snapshots.mark_verified if audits is None else _ignore_record
-    add_common_callbacks(callbacks, spec, train_module, state, *checks, control, context.tracer)
+    add_common_callbacks(callbacks, spec, train_module, state, *checks, control, context.tracer, optimizer.update_hooks)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))

@@ -11,6 +11,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.observability.profiler import StepProfiler
 from raytrain_hpc.parallel.computation_trace import ComputationTracer
+from raytrain_hpc.runtime.bit_flips import UpdateHook
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.fault_injection import FaultInjector, SupportsLoss
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -52,17 +53,20 @@ def add_common_callbacks(
     on_verified: Callable[[int], None],
     control: ControlChannel,
     tracer: ComputationTracer,
+    update_hooks: list[UpdateHook] | None = None,
 ) -> None:
     """Add the callbacks that every kind of run can have: fault injection, profiler, replica check.
 
     `module`: the owner of the loss. `state`: the live state. `on_verified`: see `ReplicaCheckSchedule`. `tracer`: tells
-    passes of audits.
+    passes of audits. `update_hooks`: those of the optimizer; None: of a script.
     """
     config, rank, run_dir = spec.config, callbacks.context.rank, parse_location(spec.config.run.dir)
     if config.fault.inject:
         cut_network = control.drop_incoming_packets
         world_size, faults = spec.layout.world_size, config.fault.inject
-        callbacks.add(FaultInjector(faults, rank, world_size, run_dir, module, state, cut_network, tracer))
+        callbacks.add(
+            FaultInjector(faults, rank, world_size, run_dir, module, state, cut_network, tracer, update_hooks)
+        )
     if config.profiler.name != "none" and rank in config.profiler.ranks:
         callbacks.add(StepProfiler(config.profiler, rank, callbacks.context.run_dir))
     if isinstance(run_dir, ObjectPath) and config.cluster.workers != 0:  # with 0 the driver's process uploads them

@@ -41,15 +41,14 @@ class ShardComputations:
         self._traces += own
         totals = self._gather([trace.compute_total(self._context.device) for trace in own])
         for index, (kind, of_kind) in enumerate(traces.items()):
-            for rank in range(self._context.layout.world_size):
-                number = 2 * index
-                keys = [self._get_key(kind, rank, 0, 0)]
+            for ranks in self._list_executors(kind):
+                keys = [self._get_key(kind, ranks[0], 0, 0)]
                 if of_kind.shard_shift or of_kind.copy_shift:
-                    keys.append(self._get_key(kind, rank, of_kind.shard_shift, of_kind.copy_shift))
-                for key in keys:
-                    place = (rank, first + number)
-                    attempt.setdefault(key, []).append(Computation(rank, (place,), totals[rank][number]))
-                    number += 1
+                    keys.append(self._get_key(kind, ranks[0], of_kind.shard_shift, of_kind.copy_shift))
+                for number, key in enumerate(keys, start=2 * index):
+                    places = tuple((rank, first + number) for rank in ranks)
+                    signature = tuple(totals[rank][number] for rank in ranks)
+                    attempt.setdefault(key, []).append(Computation(ranks[0], places, signature))
         differing = {key for key, of_key in attempt.items() if len({made.signature for made in of_key}) > 1}
         self._differing |= differing
         for key, of_key in attempt.items():
@@ -71,6 +70,16 @@ class ShardComputations:
             traces = [[entries[place] for place in one.places] for one in made]
             findings += find_faults(self._subject, made, judge(made), traces)
         return merge_findings(findings)
+
+    def _list_executors(self, kind: ParameterKind) -> list[list[int]]:
+        """Return the ranks that compute something together: those that hold a shard, if each computes a slice of it."""
+        ranks = range(self._context.layout.world_size)
+        if not self._by_copy or self._holders.count_shards(kind) == 1:
+            return [[rank] for rank in ranks]
+        by_shard: dict[tuple[object, ...], list[int]] = {}
+        for rank in sorted(ranks, key=lambda rank: self._holders.get_place(kind, rank).copy):
+            by_shard.setdefault(self._holders.get_place(kind, rank)[:2], []).append(rank)
+        return list(by_shard.values())
 
     def _get_key(self, kind: ParameterKind, rank: int, shard_shift: int, copy_shift: int) -> Key:
         place = self._holders.get_place(kind, self._holders.move(kind, rank, shard_shift))

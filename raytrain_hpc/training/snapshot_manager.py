@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.distributed.replica_check import CorruptionError
 from raytrain_hpc.snapshot.memory_store import RankSnapshots, SnapshotRing, SnapshotStore
 from raytrain_hpc.snapshot.replicator import SnapshotReplicator
 from raytrain_hpc.state.sharded_state import ShardedState
@@ -50,10 +51,10 @@ class SnapshotManager:
         if self.store is not None:
             self.store.reset(generation, own_snapshots, attached_snapshots, replicas)
             fault = self.config.fault
-            if is_start_verified if fault.audit_interval else fault.replica_check_interval:
-                self.mark_verified(step)
             if snapshots_enabled(self.config):
                 self._take_snapshot(step, self.store)
+            if is_start_verified if fault.audit_interval else fault.replica_check_interval:
+                self.mark_verified(step)
 
     def before_update(self) -> None:
         """Revoke the live state. Call before the optimizer step, which changes it."""
@@ -61,10 +62,19 @@ class SnapshotManager:
             self.store.revoke_live()
 
     def mark_verified(self, step: int) -> None:
-        """Keep the live state of `step` as verified. Call when all replicas are equal."""
-        if self.store is not None and self.config.fault.keep_verified_state:
+        """Keep the live state of `step` as verified. Call on all ranks, when all replicas are equal.
+
+        Where ranks hold different parts of the state, it is kept as a snapshot, which others have too.
+        """
+        if self.store is None or not self.config.fault.keep_verified_state:
+            return
+        if self.live_state_suffices or not snapshots_enabled(self.config):
             self.store.keep_verified(step, self.live_state)
             self.release_memory()
+            return
+        if not self.store.has_snapshot(step):
+            self._take_snapshot(step, self.store)
+        self.store.keep_verified_snapshots(step)
 
     def wait_for_copies(self) -> None:
         """Wait for this rank's snapshot, and for the copies that it sends and receives, to complete.
@@ -118,6 +128,9 @@ class SnapshotManager:
         """Close the replicator at the end of the context. Pending copies complete, or are canceled on an error."""
         try:
             yield
+        except CorruptionError:  # all ranks raise it: verified snapshots that are being copied can complete
+            self.wait_for_copies()
+            raise
         except BaseException:
             if self.replicator is not None:
                 self.replicator.cancel()

@@ -235,8 +235,8 @@ class Trainer:
         record = self.metrics.build(
             step, result, update.learning_rate(step - 1), timer.end_step(), update.gradient_nbytes
         )
-        if self.audits is not None and self.audits.is_verified(step - 1):
-            record["elastic/audited"] = 1
+        if self.audits is not None and self.audits.is_due(step - 1):
+            record["elastic/audited"] = int(self.audits.is_verified(step - 1))
         callbacks.context.step = step
         callbacks.run("post_step", record)
         requests, is_end, pause = CallbackRequests(), step == end_step, result.requests.pause

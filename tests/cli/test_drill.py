@@ -43,7 +43,10 @@ def test_schedule_of_corruption_has_random_bits_and_some_broken_devices() -> Non
     schedule = make_schedule(3, 200, 4000, 3, CORRUPTION_KINDS)
     assert {fault.kind for fault in schedule} == set(CORRUPTION_KINDS)
     assert {fault.bit for fault in schedule if fault.kind == "bitflip_batch"} == {0}
-    assert {fault.bit for fault in schedule if fault.kind != "bitflip_batch"} == set(range(16, 32))
+    rounded = {"bitflip_activation", "bitflip_gradient"}
+    assert {fault.bit for fault in schedule if fault.kind in rounded} <= set(range(16, 32))
+    others = {fault.bit for fault in schedule if fault.kind not in (*rounded, "bitflip_batch")}
+    assert min(others) < 4 and max(others) == 31
     assert 30 < sum(fault.persistent for fault in schedule) < 70
 
 

@@ -147,6 +147,24 @@ def test_audits_undo_a_transient_fault_and_replace_a_broken_rank(ray_cluster: No
         assert incident["node"] and incident["pid"] and "gradients of" in incident["reason"]
 
 
+def test_audits_find_a_wrong_shard_that_no_other_rank_has(ray_cluster: None, tmp_path: Path) -> None:
+    """Verified state outlives the rank that has it: a peer keeps a copy, and no checkpoint is needed."""
+    words = ["train.deterministic=elastic", "parallel.zero=3", "cluster.workers=3", "cluster.min_workers=3"]
+    words += ["train.steps=30", "checkpoint.interval=0"]
+    rt.train(make_config(tmp_path / "clean", *words), quiet=True)
+    faults = "{kind: bitflip_moment, rank: 1, step: 8, bit: 3}, "
+    faults += "{kind: bitflip_update, rank: 2, step: 19, bit: 0, persistent: true}"
+    words += [f"fault.inject=[{faults}]", "fault.audit_interval=4", "fault.keep_verified_state=true"]
+    result = rt.train(make_config(tmp_path / "faults", *words), quiet=True)
+    assert (result.outcome, result.steps, result.restarts) == ("done", 30, 2)
+    assert read_curve(tmp_path / "faults", 30) == read_curve(tmp_path / "clean", 30)
+    memory, update = read_incidents(tmp_path / "faults")
+    assert (memory["kind"], memory["rank"], memory["step"] - memory["steps_lost"]) == ("corrupt", 1, 4)
+    assert "optimizer." in memory["reason"] and "has changed since step 7" in memory["reason"]
+    assert (update["kind"], update["rank"], update["step"] - update["steps_lost"]) == ("faulty device", 2, 16)
+    assert "rank 2 computed the update wrong" in update["reason"]
+
+
 def test_of_two_ranks_that_disagree_the_broken_one_is_found(
     ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raytrain_hpc.snapshot.memory_store import SnapshotStore
+from raytrain_hpc.snapshot.memory_store import NUM_SLOTS, SnapshotRing, SnapshotSlot, SnapshotStore
 from raytrain_hpc.state.host_buffer import HostBuffer
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
@@ -88,6 +88,29 @@ def test_the_verified_state_survives_discarding_unverified_snapshots() -> None:
     snapshots.keep_verified(7, state)
     assert snapshots.steps == (7,)
     snapshots.reset(3)
+    assert snapshots.steps == ()
+
+
+def test_a_verified_snapshot_is_kept_beside_the_last_two() -> None:
+    live = torch.ones(1000)
+    state = ShardedState([StateShard.from_tensor("w", live)])
+    slots = [SnapshotSlot() for _ in range(NUM_SLOTS)]
+    ring, snapshots = SnapshotRing(slots), SnapshotStore()
+    snapshots.reset(1, ring)
+    kept: list[tuple[int, ...]] = []
+    for step in range(1, 9):
+        live.fill_(float(step))
+        snapshots.take(step, state)
+        if step == 2:
+            assert sum(slot.buffer.block.numel() > 0 for slot in slots) == 2, "memory is taken when it is needed"
+        if step in (3, 4, 6):
+            snapshots.keep_verified_snapshots(step)
+        kept.append(snapshots.steps)
+    assert kept == [(1,), (1, 2), (2, 3), (2, 3, 4), (3, 4, 5), (4, 5, 6), (5, 6, 7), (6, 7, 8)]
+    assert bool((snapshots.get_state(6).get_shard("w", 0).tensor == 6).all())
+    snapshots.discard_unverified()
+    assert snapshots.steps == (6,)
+    snapshots.reset(2)
     assert snapshots.steps == ()
 
 

@@ -102,7 +102,7 @@ def test_an_empty_state_has_snapshots_too() -> None:
 
 def test_a_handle_with_another_link_target_is_refused() -> None:
     own = SharedSnapshots(make_state(0).to_index())
-    (first, second), index = own.handles.slots, own.handles.state_index
+    (first, second, _), index = own.handles.slots, own.handles.state_index
     with pytest.raises(FileNotFoundError, match="another machine or container"):
         AttachedSnapshots(SnapshotHandles((SharedMemoryHandle(first.path, second.link_target),), index))
     with pytest.raises(OSError):
@@ -122,6 +122,38 @@ def test_discarded_snapshots_are_invalid_for_others_too() -> None:
     assert [snapshots.steps for snapshots in attached] == [(), ()]
     in_transfer.step = 3
     assert [snapshots.steps for snapshots in attached] == [(), ()], "what arrives later is not to be trusted either"
+
+
+def test_a_verified_snapshot_is_kept_for_others_too() -> None:
+    own, replica = SharedSnapshots(make_state(0).to_index()), SharedSnapshots(make_state(0).to_index())
+    owner, attached = SnapshotStore(), [AttachedSnapshots(ring.handles) for ring in (own, replica)]
+    owner.reset(1, own, None, {2: replica})
+    for step in range(1, 8):
+        owner.take(step, make_state(step))
+        owner.reserve_replica(2, make_state(0).to_index()).step = step
+        if step in (2, 5):
+            owner.keep_verified_snapshots(step)
+    assert [snapshots.steps for snapshots in attached] == [(5, 6, 7), (5, 6, 7)]
+    owner.discard_unverified()
+    assert [snapshots.steps for snapshots in attached] == [(5,), (5,)]
+    assert (owner.steps, owner.replica_steps) == ((5,), {2: (5,)})
+    assert is_equal(attached[0].get_state(5), make_state(5))
+
+
+def test_only_the_verified_snapshot_of_another_process_is_read_after_a_mismatch() -> None:
+    """Also if that process has not discarded the others."""
+    own, peer = SharedSnapshots(make_state(0).to_index()), SharedSnapshots(make_state(0).to_index())
+    store, of_peer = SnapshotStore(), SnapshotStore()
+    of_peer.reset(1, peer)
+    store.reset(1, own, {2: AttachedSnapshots(peer.handles)})
+    for step in (1, 2):
+        for each in (store, of_peer):
+            each.take(step, make_state(step))
+        if step == 1:
+            store.keep_verified_snapshots(step)
+    store.discard_unverified()
+    assert (store.steps, store.replica_steps) == ((1,), {2: (1,)})
+    assert not of_peer.get_state(3).shards and len(store.get_state(2)) == 0
 
 
 def test_a_third_process_opens_the_memory_through_a_holder() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.parallel.layout_run import GPT2, LLAMA, load_full_state
@@ -47,9 +48,14 @@ RunOnce = Callable[..., Bits]
 
 def run_bits(pool: WarmPool, directory: Path, *words: str, custom: CustomModel | None = None) -> Bits:
     """Return loss, gradient norm and validation loss of every step, and a hash of the state after the last one."""
-    records = get_step_metrics(pool.train(make_small_config(directory, *BASE, *words), custom=custom)[0])
+    return get_bits(pool.train(make_small_config(directory, *BASE, *words), custom=custom)[0], directory)
+
+
+def get_bits(records: list[dict[str, Any]], directory: Path) -> Bits:
+    """Return the bits of a run, by the records of its first rank, and its directory."""
     keys = ("train/loss", "train/grad_norm", "val/loss")
-    return [tuple(step[key] for key in keys if key in step) for step in records], _compute_digest(directory)
+    steps = [tuple(step[key] for key in keys if key in step) for step in get_step_metrics(records)]
+    return steps, _compute_digest(directory)
 
 
 def run_through_layouts(pool: WarmPool, directory: Path, *words: str) -> tuple[list[float], str]:

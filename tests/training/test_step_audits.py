@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from examples import custom_module
 from raytrain_hpc.errors import ConfigError, RunFailedError
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 from raytrain_hpc.training.train_module import DecoderTrainModule
-from tests.training.elastic_runs import BASE, MODELS, RunOnce, run_bits
+from tests.training.elastic_runs import BASE, MODELS, RunOnce, get_bits, run_bits
 from tests.training.normalized_bigram import build_normalized_bigram
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, prepare_run_on_cpu
 
@@ -122,6 +123,89 @@ def test_a_transient_fault_is_named_and_undone(
     assert incident["operation"] == "audit of step 2" and incident["steps_lost"] == 0
     assert "right when repeated" in incident["reason"]
     assert incident["recovered_s"] > 0
+
+
+# What is found in which phase of a step, and how the fault is told apart. Any bit changes what is compared.
+PHASES = {
+    "message": "rank 1 received (the sum of gradients|microbatch [0-5]) wrong",
+    "sum": "rank 1 computed the sum of gradients wrong",
+    "reduced": "rank 1 kept reduced gradients wrong",
+    "update": "rank 1 computed the update wrong .weight of",
+}
+SMALL_BATCH = {
+    "ddp-5": 2,
+    "zero2-3": 4,
+    "zero3-4, recompute": 3,
+    "hsdp-2x2": 3,
+    "pp2 x ddp-3": 4,
+    "ep2 x ddp-2": 3,
+    "ep2 x zero3-2": 3,
+}
+
+
+@pytest.mark.parametrize("bit", [0, 11, 31])
+@pytest.mark.parametrize("kind", PHASES)
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("one rank", "ep4 x cp2 x tp2")])
+def test_a_transient_fault_after_the_passes_is_named_and_undone(
+    pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str, kind: str, bit: int
+) -> None:
+    """The state after the last step is that of a run without the fault, on another rank's microbatches too."""
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=6"]
+    expected = run_once(*words)
+    fault = make_fault(kind, 1, step=3, bit=bit)
+    records = pool.train(make_small_config(tmp_path, *BASE, *words, AUDITED, fault))[0]
+    assert get_bits(records, tmp_path) == expected
+    (incident,) = [record for record in records if record["type"] == "incident"]
+    assert (incident["rank"], incident["operation"]) == (1, "audit of step 3")
+    assert re.match(PHASES[kind], incident["reason"]), incident["reason"]
+    assert incident["reason"].endswith("right when repeated")
+
+
+CHANGED = {
+    "bitflip_weight": r"\(model\..* first\) has changed since step 2",
+    "bitflip_moment": r"\(optimizer\..* first\) has changed since step 2",
+    "bitflip": r"\(weight of .* first\) has changed since its update was computed",
+}
+
+
+@pytest.mark.parametrize("bit", [0, 11, 31])
+@pytest.mark.parametrize("kind", CHANGED)
+@pytest.mark.parametrize("layout", ["ddp-2", "zero3-4, recompute", "hsdp-2x2", "zbv x zero3-2", "ep2 x zero3-2"])
+def test_state_that_changes_in_memory_is_found(
+    pool: WarmPool, tmp_path: Path, layout: str, kind: str, bit: int
+) -> None:
+    """Before or after an update; also a shard that no other rank has."""
+    fault = f"fault.inject=[{{kind: {kind}, rank: 1, step: 3, bit: {bit}}}]"
+    named = f"StateChangedError: audit of step 3: the state of rank 1 {CHANGED[kind]}"
+    with pytest.raises(RankFailedError, match=named):
+        pool.train(make_small_config(tmp_path, *BASE, *LAYOUTS[layout], AUDITED, fault))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "named"),
+    [
+        ("zero2-3", "sum", "rank 1 computed the sum of gradients"),
+        ("zero3-4, recompute", "message", "rank 1 received the sum of gradients"),
+        ("zero2-3", "update", "rank 1 computed the update"),
+        ("ddp-5", "update", "rank 1 computed the update"),
+        ("hsdp-2x2", "reduced", "rank 1 kept reduced gradients"),
+    ],
+)
+def test_a_persistent_fault_after_the_passes_is_named(
+    pool: WarmPool, tmp_path: Path, layout: str, kind: str, named: str
+) -> None:
+    fault = make_fault(kind, 1, more=", persistent: true")
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH[layout]}"]
+    with pytest.raises(RankFailedError, match=f"AuditMismatchError: audit of step 2: {named} wrong[^;]*again when"):
+        pool.train(make_small_config(tmp_path, *BASE, *words, AUDITED, fault))
+
+
+def test_a_step_that_is_not_finite_is_no_mismatch(pool: WarmPool) -> None:
+    words = [*LAYOUTS["zero2-3"], "fault.on_nan=skip", "fault.max_failures=9", "optimizer.lr=1e30", "eval.interval=0"]
+    steps, incidents = run_steps(pool, None, *words, AUDITED)
+    expected, _ = run_steps(pool, None, *words)
+    assert str(steps) == str(expected) and "inf" in str(steps)
+    assert {incident["kind"] for incident in incidents} == {"not finite"}
 
 
 @pytest.mark.parametrize("bit", [0, 6, 12, 22, 23, 30, 31])
