@@ -57,6 +57,7 @@ class _Job:
     generation: int
     reports: Sequence[ShardReport]
     write_s: float
+    verified_step: int
     is_superseded: bool = False
 
 
@@ -93,6 +94,7 @@ class CheckpointPublisher:
         self._generation, self._world_size = 0, 0
         self._reports: dict[int, dict[int, ShardReport | str]] = {}  # step -> rank -> report or error
         self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
+        self._verified_steps: dict[int, int] = {}  # step -> the last one that audits had verified by then
         self._labels: dict[int, list[str]] = {}  # of steps whose checkpoint is not published yet
         self._jobs: SimpleQueue[_Job | Callable[[], None] | None] = SimpleQueue()
         self._pending_steps: list[int] = []  # submitted, not finished
@@ -105,7 +107,7 @@ class CheckpointPublisher:
     def begin_generation(self, generation: int, world_size: int) -> None:
         """Discard incomplete checkpoints of earlier generations. Those that are complete are still published."""
         self._generation, self._world_size = generation, world_size
-        self._reports, self._write_s = {}, {}
+        self._reports, self._write_s, self._verified_steps = {}, {}, {}
 
     def add_report(self, record: Mapping[str, Any]) -> None:
         """Add the report of one rank; that of an earlier generation is ignored."""
@@ -115,6 +117,7 @@ class CheckpointPublisher:
         report = record["error"] if "error" in record else ShardReport.from_json(record["shard"])
         self._reports.setdefault(step, {})[record["rank"]] = report
         self._write_s[step] = max(self._write_s.get(step, 0.0), record.get("seconds", 0.0))
+        self._verified_steps[step] = record.get("verified_step", 0)
 
     def add_labels(self, step: int, labels: Sequence[str]) -> None:
         """Label the checkpoint of `step`: when it is published, or at once if it is. A repeated step does so again."""
@@ -132,6 +135,7 @@ class CheckpointPublisher:
             if len(self._reports[step]) < self._world_size or step > committed_step:
                 continue
             reports, write_s = self._reports.pop(step), self._write_s.pop(step)
+            verified_step = self._verified_steps.pop(step)
             errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
             if errors:
                 first_rank = min(errors)
@@ -140,7 +144,7 @@ class CheckpointPublisher:
                 continue
             shards = [report for report in reports.values() if not isinstance(report, str)]
             self._pending_steps.append(step)
-            job = _Job(step, self._generation, shards, write_s)
+            job = _Job(step, self._generation, shards, write_s, verified_step)
             self._waiting.append(job)
             for older in self._waiting[: -self._keep] if self._keep else ():
                 older.is_superseded = older.step not in self._labels
@@ -200,9 +204,8 @@ class CheckpointPublisher:
         try:
             self._lease.check()  # records of a driver that was replaced cannot be written either
             self._sync_records()
-            path = self._store.publish(
-                job.step, job.generation, job.reports, self._make_metadata(job.step), self._lease.check
-            )
+            metadata = {**self._make_metadata(job.step), "verified_step": job.verified_step}
+            path = self._store.publish(job.step, job.generation, job.reports, metadata, self._lease.check)
         except LeaseLostError:
             raise
         except (OSError, CheckpointError, RunDirectoryError) as error:  # a full disk must not end the run

@@ -357,7 +357,7 @@ class Supervisor:
             if self._config.checkpoint.replicate_snapshots
             else (),
             last_checkpoint_time=max(self._timestamps["began"], recorder.newest_checkpoint_time),
-            is_start_verified=step <= recorder.verified_step,
+            verified_step=recorder.verified_step,
             max_ranks_per_node=count_max_ranks_per_node(sites),
         )
 

@@ -144,7 +144,7 @@ def _build_with_callbacks(
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
-    callbacks.add(*_build_audit_callbacks(audits, replica_check, snapshots))
+    callbacks.add(*_build_audit_callbacks(audits, replica_check, snapshots, checkpointer))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
     return Trainer(
         spec.config,
@@ -314,7 +314,7 @@ def _build_snapshots(
         peers.own_snapshots,
         attached_snapshots,
         peers.replicas,
-        is_start_verified=spec.is_start_verified,
+        is_start_verified=spec.start_step <= spec.verified_step,
     )
     peers.publish(control)
     return snapshots
@@ -368,12 +368,12 @@ def _build_trainer_callbacks(
 
 
 def _build_audit_callbacks(
-    audits: StepAudits | None, replica_check: ReplicaCheck, snapshots: SnapshotManager
+    audits: StepAudits | None, replica_check: ReplicaCheck, snapshots: SnapshotManager, checkpointer: Checkpointer
 ) -> list[Callback]:
     if audits is None:
         return []
-    hashes, updated = StateHashes(audits), UpdatedState(audits)
-    return [hashes, updated, AuditedState(audits.is_verified, replica_check, snapshots.mark_verified)]
+    on_verified = snapshots.mark_verified, checkpointer.mark_verified
+    return [StateHashes(audits), UpdatedState(audits), AuditedState(audits.is_verified, replica_check, on_verified)]
 
 
 def _after_rollback(optimizer: Optimizer, callback_state: CallbackState) -> None:

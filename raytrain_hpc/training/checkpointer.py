@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -46,12 +46,13 @@ class Checkpointer:
         self._rank = context.rank
         self._local = LocalDirectory.open(spec.config) if self._config.local_dir else None
         # A bound method would form a reference cycle, which keeps the state and its file on disk alive after the run.
-        self._report = partial(_emit_report, emit, context.rank, spec.generation)
+        self._verified: dict[int, int] = {}  # by saved step, the last step that was verified by then
+        self._report = partial(_emit_report, emit, context.rank, spec.generation, self._verified)
         self._emit = emit
         self._shards = _select_shards(state, indexes, context)
         self._writer = AsyncCheckpointWriter(self._report, socket.gethostname())
         self._last_time, self._last_step = spec.last_checkpoint_time or time.time(), 0
-        self._is_last_published = False
+        self._is_last_published, self._verified_step = False, spec.verified_step
 
     def remove_leftovers(self) -> None:
         """Clean the node's local storage if the generation starts from a checkpoint or initial weights.
@@ -63,6 +64,10 @@ class Checkpointer:
             # In a fresh start, no rank writes before all are here: files of this generation are those of another run.
             before = spec.generation + 1 if spec.is_fresh_start else spec.generation
             self._local.remove_leftovers(spec.listed_local_checkpoints, before)
+
+    def mark_verified(self, step: int) -> None:
+        """Take note that audits have verified the state of `step`; see the metadata of checkpoints."""
+        self._verified_step = step
 
     def is_time_due(self) -> bool:
         """Return whether `checkpoint.interval=auto` asks for a checkpoint, by this rank's clock.
@@ -95,6 +100,7 @@ class Checkpointer:
         """
         publish = publish or self._local is None or self._is_publish_due(step)
         self._last_time, self._last_step, self._is_last_published = time.time(), step, publish
+        self._verified[step] = min(self._verified_step, step)
         path, local_path = self._create_path(step) if publish else None, self._create_local_path(step)
         if path is None and local_path is None:
             return 0.0
@@ -156,8 +162,11 @@ class Checkpointer:
         self._writer.finish()
 
 
-def _emit_report(emit: Callable[[Record], None], rank: int, generation: int, report: Record) -> None:
-    emit({"type": "shard", "rank": rank, "generation": generation, **report})
+def _emit_report(
+    emit: Callable[[Record], None], rank: int, generation: int, verified: Mapping[int, int], report: Record
+) -> None:
+    verified_step = verified.get(report["step"], 0)
+    emit({"type": "shard", "rank": rank, "generation": generation, "verified_step": verified_step, **report})
 
 
 def _select_shards(state: ShardedState, indexes: list[StateIndex], context: ParallelContext) -> list[StateShard]:

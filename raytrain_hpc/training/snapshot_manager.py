@@ -46,7 +46,7 @@ class SnapshotManager:
     ) -> None:
         """Replace earlier snapshots. Call when the state has been restored and is equal on all replicas.
 
-        `is_start_verified`: see `WorkerSpec`. Other arguments: see `SnapshotStore.reset`.
+        `is_start_verified`: audits have verified the state of `step`. Other arguments: see `SnapshotStore.reset`.
         """
         if self.store is not None:
             self.store.reset(generation, own_snapshots, attached_snapshots, replicas)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raytrain_hpc.callbacks.callback import Callback
@@ -80,13 +80,17 @@ class AuditedState(Callback):
     priority = -61  # after a comparison that is due anyway
 
     def __init__(
-        self, is_audited: Callable[[int], bool], replica_check: ReplicaCheck, on_verified: Callable[[int], None]
+        self,
+        is_audited: Callable[[int], bool],
+        replica_check: ReplicaCheck,
+        on_verified: Sequence[Callable[[int], None]],
     ):
-        """`is_audited`: says whether the step after some committed ones is. `on_verified`: takes the step."""
+        """`is_audited`: says whether the step after some committed ones is. `on_verified`: take the step."""
         self._is_audited, self._replica_check, self._on_verified = is_audited, replica_check, on_verified
 
     def post_commit(self, metrics: dict[str, Any]) -> None:
         """Compare replicas after an audited step. Raises ReplicaMismatchError on all ranks if they differ."""
         if self._is_audited(self.context.step - 1):
             self._replica_check.compare()
-            self._on_verified(self.context.step)
+            for take_step in self._on_verified:
+                take_step(self.context.step)

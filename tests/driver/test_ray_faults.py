@@ -183,6 +183,8 @@ def test_of_two_ranks_that_disagree_the_broken_one_is_found(
     reason = "step-00000006: saved after step 4, the last one known to be right: rank 1, suspected"
     assert reason in capsys.readouterr().out
     assert read_curve(tmp_path / "faults", 20) == read_curve(tmp_path / "clean", 20)
+    manifests = [tmp_path / "faults" / "checkpoints" / f"step-{step:08}" / "manifest.json" for step in (18, 20)]
+    assert [json.loads(path.read_text())["meta"]["verified_step"] for path in manifests] == [16, 20]
     incidents = read_incidents(tmp_path / "faults")
     assert [incident["kind"] for incident in incidents] == ["suspected", "faulty device"]
     pids = [incident["pid"] for incident in incidents]
