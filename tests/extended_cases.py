@@ -162,6 +162,8 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"changes_in_memory_is_found\[(?!zero3-4, recompute-bitflip_moment-0|hsdp-2x2-bitflip-31|"
         r"ep2 x zero3-2-bitflip_weight-11)",
         r"after_the_passes_is_named\[(zero2-3-sum|ddp-5)",
+        r"orthogonalized_wrong_is_named\[(ddp-5|tp2|pp2|ep2)",
+        r"other_features\[optimizer.name=(muon parallel.tp|torch|sgd)",
     ),
     "training/test_options": (r"recompute_keeps_the_losses\[layout0",),
     "worker/test_imports": (r"distributed_tensors\[(true|false)\]",),

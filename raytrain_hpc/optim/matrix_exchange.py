@@ -50,7 +50,8 @@ class MatrixExchange:
     """Plan and execution of the exchange.
 
     `indexes`: by rank, the boxes of all matrices that it holds. `replicas`: by rank, the number of its replica of the
-    state. `group`: all ranks, None if this rank is alone; `device`: where it communicates.
+    state. `group`: all ranks, None if this rank is alone; `device`: where it communicates. `draw`: a number that
+    assigns each matrix to another holder, for audits.
     """
 
     def __init__(
@@ -60,24 +61,43 @@ class MatrixExchange:
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        draw: int | None = None,
     ):
         self._indexes, self._replicas, self._rank = indexes, replicas, rank
         self._group, self._device = group, device
         self._holders = _find_holders(indexes)
         self._overlapping: dict[tuple[int, str], list[int]] = {}
         self.owners = assign_owners(self._holders)
+        if draw is not None:
+            for matrix, owner in self.owners.items():
+                holders = self._holders[matrix]
+                shift = 1 + draw % max(1, len(holders) - 1)
+                self.owners[matrix] = holders[(holders.index(owner) + shift) % len(holders)]
         self.rounds = self._plan_rounds()
 
-    def run(self, shards: ShardedState, compute: Callable[[list[Tensor]], None]) -> None:
+    def move_owners(self, draw: int) -> MatrixExchange:
+        """Return an exchange in which another holder owns each matrix, if there is one. `draw`: chooses it."""
+        return MatrixExchange(self._indexes, self._replicas, self._rank, self._group, self._device, draw)
+
+    def run(
+        self,
+        shards: ShardedState,
+        compute: Callable[[list[Tensor]], None],
+        inspect: Callable[[Matrix, Tensor], None] | None = None,
+    ) -> None:
         """Replace the matrices that all ranks hold as `shards` by the results of `compute`. Collective.
 
         `shards`: the local boxes, as in this rank's index. `compute` changes whole matrices, two-dimensional and
-        contiguous, in place.
+        contiguous, in place. `inspect`: called with each matrix of this rank and its result.
         """
         for current in self.rounds:
             wholes = self._allocate(current.own, shards)
             self._transfer(current.gathers, wholes, shards)
-            compute([shard.tensor.view(shard.box.sizes[-2:]) for shard in wholes])
+            results = [shard.tensor.view(shard.box.sizes[-2:]) for shard in wholes]
+            compute(results)
+            if inspect is not None:
+                for matrix, result in zip(current.own, results, strict=True):
+                    inspect(matrix, result)
             self._transfer(current.scatters, shards, wholes)
 
     def _allocate(self, matrices: Sequence[Matrix], shards: ShardedState) -> ShardedState:

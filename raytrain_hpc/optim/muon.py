@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raytrain_hpc.config.schema import OptimizerConfig
-from raytrain_hpc.optim.matrix_exchange import MatrixExchange
+from raytrain_hpc.optim.matrix_exchange import Matrix, MatrixExchange
 from raytrain_hpc.optim.newton_schulz import orthogonalize_each
 from raytrain_hpc.optim.offload import MomentStorage, OnDevice, Slices
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES, Optimizer, get_local_slices
@@ -68,32 +68,66 @@ class Muon(Optimizer):
         super()._apply({name: gradient for name, gradient in gradients.items() if name not in self._slices}, lr)
         self._update_matrices(gradients, lr)
 
-    @torch.no_grad()
     def _update_matrices(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        if self._exchange is None or self._make_shards is None:
+        updates = self.advance_momenta(self._momenta, gradients)
+        self.orthogonalize(updates)
+        self.change_matrices(self._slices, updates, lr)
+
+    @property
+    def exchange(self) -> MatrixExchange:
+        """The exchange with other ranks. Raises RuntimeError before `connect`."""
+        if self._exchange is None:
             raise RuntimeError("Muon: call connect before the first step")
-        updates = self._advance_momenta(gradients)
+        return self._exchange
+
+    @torch.no_grad()
+    def orthogonalize(
+        self,
+        updates: Mapping[str, Tensor],
+        exchange: MatrixExchange | None = None,
+        inspect: Callable[[Matrix, Tensor], None] | None = None,
+    ) -> None:
+        """Replace the updates of all matrices, by local name, by orthogonal ones. Collective over all ranks.
+
+        `exchange`: instead of that of `connect`. `inspect`: see `MatrixExchange.run`.
+        """
+        if self._make_shards is None:
+            raise RuntimeError("Muon: call connect before the first step")
         is_accelerated = any(is_on_accelerator(update) for update in updates.values())
-        orthogonalize = partial(orthogonalize_each, batched=is_accelerated and not self._elastic)
-        self._exchange.run(self._make_shards(updates), orthogonalize)
+        compute = partial(orthogonalize_each, batched=is_accelerated and not self._elastic)
+
+        def inspect_result(matrix: Matrix, result: Tensor) -> None:
+            for hook in tuple(self.update_hooks):
+                hook({matrix.name: result})
+            if inspect is not None:
+                inspect(matrix, result)
+
+        (exchange or self.exchange).run(self._make_shards(updates), compute, inspect_result)
+
+    @torch.no_grad()
+    def change_matrices(self, weights: Mapping[str, Tensor], updates: Mapping[str, Tensor], lr: float) -> None:
+        """Change matrices by orthogonal updates, both by local name."""
         for group in self._groups:
             for name in updates.keys() & group.names:
                 rate = lr * group.lr_factor
-                self._slices[name].mul_(1 - rate * group.weight_decay).add_(
-                    updates[name], alpha=-rate * self._scales[name]
-                )
+                weights[name].mul_(1 - rate * group.weight_decay).add_(updates[name], alpha=-rate * self._scales[name])
 
-    def _advance_momenta(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Add gradients to the momenta of the matrices, and return the sums of Nesterov's method, not orthogonal yet.
+    def make_temporary_momenta(self, slices: Slices) -> MomentStorage:
+        """Return momenta of zero for slices of matrices, as `make_temporary` does for other parameters."""
+        return self._momenta.make_temporary(slices)
+
+    @torch.no_grad()
+    def advance_momenta(self, momenta: MomentStorage, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add gradients to momenta, and return the sums of Nesterov's method, not orthogonal yet, by local name.
 
         The sums overwrite the gradients.
         """
         momentum = self._config.muon_momentum
         updates = {
             name: gradients[name] if name in gradients else torch.zeros_like(weight)
-            for name, weight in self._slices.items()
+            for name, weight in momenta.slices.items()
         }
-        for chunk in self._momenta.iter_chunks(updates, targets=updates):
+        for chunk in momenta.iter_chunks(updates, targets=updates):
             operands = zip(chunk.gradients, chunk.moments["momentum_buffer"], chunk.weights, strict=True)
             for gradient, buffer, update in operands:
                 buffer.lerp_(gradient, 1 - momentum)

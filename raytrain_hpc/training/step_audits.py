@@ -7,7 +7,7 @@ bits on two ranks each, and if no bit of what it reads has changed in memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, 
 from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
+from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
 from raytrain_hpc.parallel.expert_parallel import get_expert_parameters
 from raytrain_hpc.parallel.parallelize import ParallelModel
@@ -30,10 +31,12 @@ from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.data_builder import Loader
 from raytrain_hpc.training.forward_backward import ForwardBackward
+from raytrain_hpc.training.matrix_audits import MatrixAudits
 from raytrain_hpc.training.memory_audits import MemoryAudits, StateChangedError, gather_texts
 from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.pass_audits import MAX_ATTEMPTS, AuditMismatchError, PassAudits, ReadMicrobatch
 from raytrain_hpc.training.shard_computations import ShardComputations
+from raytrain_hpc.training.shard_recomputation import ShardRecomputation
 from raytrain_hpc.training.state_builder import find_norm_regions
 from raytrain_hpc.training.update_audits import UpdateAudits
 
@@ -62,8 +65,10 @@ def build_audits(
     memory = MemoryAudits(state, optimizer.get_gradients, context)
     experts = get_expert_parameters(model.modules.values())
     regions = _find_regions_of_first_holders(model, peer_info.destination_indexes, context, experts)
-    update = UpdateAudits(context, optimizer, norm, regions, experts)
-    return StepAudits(schedule, passes, memory, update, context, report)
+    recomputation = ShardRecomputation(context, regions, experts)
+    matrices = MatrixAudits(recomputation, optimizer, context) if isinstance(optimizer, Muon) else None
+    update = UpdateAudits(recomputation, optimizer, norm)
+    return StepAudits(schedule, passes, memory, update, matrices, context, report)
 
 
 def _find_regions_of_first_holders(
@@ -90,11 +95,12 @@ class StepAudits:
     passes: PassAudits
     memory: MemoryAudits
     update: UpdateAudits
+    matrices: MatrixAudits | None  # with Muon only
     context: ParallelContext
     report: Callable[[int, Finding, float], None]
     _step_with_changed_gradients: int = -1
     _clipped: Mapping[ParameterKind, ShardTraces] = field(default_factory=dict)  # traces that two ranks agree on
-    _updated: Mapping[ParameterKind, ShardTraces] = field(default_factory=dict)
+    _updated: list[Mapping[ParameterKind, ShardTraces]] = field(default_factory=list)
 
     def is_due(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited."""
@@ -125,7 +131,7 @@ class StepAudits:
 
     def have_clipped_gradients_changed(self, step: int) -> bool:
         """Return whether clipped gradients differ from what `compute_norm` verified. As `have_gradients_changed`."""
-        changed = _find_difference(self._clipped, self.update.trace_gradients())
+        changed = _find_difference([self._clipped], self.update.trace_gradients())
         return self._have_changed(step, changed, "clipped gradients")
 
     def compute_norm(self, step: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -150,7 +156,9 @@ class StepAudits:
         Raises AuditMismatchError on all ranks if a fault is persistent, and GenerationAbortedError if collectives were
         aborted meanwhile.
         """
-        self._updated = self._audit(step, "the update", lambda draw, attempt: self.update.compute_update(draw, lr))
+        self._updated = [] if self.matrices is None else self._verify_matrices(step, self.matrices, lr)
+        update = self.update
+        self._updated.append(self._audit(step, "the update", lambda draw, _: update.compute_update(draw, lr)))
 
     def check_state(self, step: int) -> None:
         """Compare the state after an update with what was verified. Collective over all ranks.
@@ -158,11 +166,28 @@ class StepAudits:
         Raises StateChangedError on all ranks if it differs on one.
         """
         if self._updated:
-            changed = _find_difference(self._updated, self.update.trace_state())
-            by_rank, self._updated = gather_texts(changed, self.context), {}
+            trace = Trace()
+            for audits in (self.matrices, self.update):
+                if audits is not None:
+                    audits.trace_state(trace)
+            by_rank = gather_texts(_find_difference(self._updated, trace), self.context)
+            self._updated = []
             self.passes.raise_if_aborted()
             if by_rank:
                 raise StateChangedError(step, by_rank, "its update was computed")
+
+    def _verify_matrices(
+        self, step: int, matrices: MatrixAudits, lr: float
+    ) -> list[Mapping[ParameterKind, ShardTraces]]:
+        """Verify the update of the matrices of Muon, in the order in which it is computed. Return what is verified."""
+        momenta = self._audit(step, "momenta", lambda draw, _: matrices.compute_momenta(draw))
+        began, findings = time.time(), matrices.orthogonalize(MAX_ATTEMPTS)
+        self.passes.raise_if_aborted()
+        if persistent := [finding for finding in findings if finding.is_persistent]:
+            raise AuditMismatchError(step, persistent)
+        for finding in findings:
+            self.report(step, finding, began)
+        return [momenta, self._audit(step, "the update", lambda draw, _: matrices.compute_weights(draw, lr))]
 
     def _audit(
         self, step: int, subject: str, compute: Callable[[int, int], Mapping[ParameterKind, ShardTraces]]
@@ -220,11 +245,11 @@ class StateHashes(Callback):
             self._audits.memory.record_state()
 
 
-def _find_difference(verified: Mapping[ParameterKind, ShardTraces], live: Trace) -> str | None:
+def _find_difference(verified: Sequence[Mapping[ParameterKind, ShardTraces]], live: Trace) -> str | None:
     """Return the name of the first tensor of a trace that differs from a verified one; None if there is none."""
-    entries = live.to_entries()
+    entries, own = live.to_entries(), [traces.own for by_kind in verified for traces in by_kind.values()]
     labels = {label for _, label, _ in entries}
-    expected = [entry for traces in verified.values() for entry in traces.own.to_entries() if entry[1] in labels]
+    expected = [entry for trace in own for entry in trace.to_entries() if entry[1] in labels]
     difference = find_first_difference(sorted(expected, key=_get_label), entries)
     return None if difference is None else difference[1]
 

@@ -73,6 +73,17 @@ def test_audited_run_has_the_same_bits_and_no_alarm(pool: WarmPool, layout: str)
         ["parallel.zero=3", "parallel.tile_mib=0.001", "parallel.quantize=weights"],
         ["parallel.zero=3", "train.dtype=float8"],
         ["parallel.activation_offload=cpu", "parallel.activation_checkpointing=selective"],
+        ["optimizer.name=muon", "parallel.zero=2", "cluster.workers=3"],
+        ["optimizer.name=muon", "parallel.tp=2", "cluster.workers=4", "train.weight_copies=true", "train.dtype=bf16"],
+        [
+            "optimizer.moment_dtype=bf16",
+            "optimizer.beta2=0.95",
+            "parallel.zero=1",
+            "parallel.offload=disk",
+            "parallel.offload_dir=/tmp",
+        ],
+        ["optimizer.name=torch.optim.NAdam", "parallel.zero=3", "cluster.workers=3"],
+        ["optimizer.name=sgd", "optimizer.groups=[{pattern: '*embedding*', lr_factor: 0}]", "parallel.zero=2"],
         ["train.compile=true", "parallel.tp=2", "cluster.workers=4"],
     ],
     ids=" ".join,
@@ -198,6 +209,19 @@ def test_a_persistent_fault_after_the_passes_is_named(
     words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH[layout]}"]
     with pytest.raises(RankFailedError, match=f"AuditMismatchError: audit of step 2: {named} wrong[^;]*again when"):
         pool.train(make_small_config(tmp_path, *BASE, *words, AUDITED, fault))
+
+
+@pytest.mark.parametrize("layout", ["ddp-5", "zero3-4, recompute", "tp2 x ddp-2", "pp2 x ddp-3", "ep2 x zero3-2"])
+def test_a_matrix_that_is_orthogonalized_wrong_is_named(
+    pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str
+) -> None:
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "optimizer.name=muon"]
+    expected = run_once(*words)
+    words = [*words, AUDITED, make_fault("update", 1, step=3, bit=0)]
+    records = pool.train(make_small_config(tmp_path, *BASE, *words))[0]
+    assert get_bits(records, tmp_path) == expected
+    (incident,) = [record for record in records if record["type"] == "incident"]
+    assert incident["rank"] == 1 and incident["reason"].startswith("rank 1 computed orthogonal matrices wrong (optim")
 
 
 def test_a_step_that_is_not_finite_is_no_mismatch(pool: WarmPool) -> None:
