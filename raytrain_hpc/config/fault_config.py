@@ -108,10 +108,11 @@ class FaultConfig(Section):
     )
     audit_interval: int | Auto = key(
         0,
-        "Steps between audits, which find silent corruption in forward and backward passes: each data-parallel rank "
-        "computes a microbatch of another one again, and the step is applied only if all bits are equal. 0: never; "
-        "auto: as often as costs 1 % of the time. Needs train.deterministic=elastic. A rank that is wrong again when "
-        "repeated is replaced, as with replica_check_interval.",
+        "Steps between audits, which find silent corruption: another data-parallel rank computes a microbatch, a sum "
+        "of gradients and the update of a shard again, hashes tell whether memory has changed, and the step is applied "
+        "only if all bits are equal. 0: never; auto: as often as costs 1 % of the time. Needs "
+        "train.deterministic=elastic. A rank that is wrong again when repeated is replaced, as with "
+        "replica_check_interval.",
         minimum=0,
     )
     on_straggler: Literal["warn", "evict", "rebalance"] = key(

@@ -9,12 +9,14 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from raytrain_hpc.config.field import AUTO, Auto
 from raytrain_hpc.planner.layout import Layout
 
 _MAX_AUTO_COST = 0.01  # of the time of the steps, for audit_interval=auto
-_RELATIVE_COST = 1.25  # of an audit, with hashes, over the passes of one microbatch in a step
+_RELATIVE_COST = 1.25  # of the passes of an audit, with hashes, over those of one microbatch in a step
+_REDUCTION_AND_UPDATE_COST = 1.0  # of the rest of an audit, over a step; less if its passes take most of the time
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def choose_interval(setting: int | Auto, microbatches_by_rank: Sequence[range]) 
     if setting != AUTO:
         return int(setting)
     fewest = min(len(of_rank) for of_rank in microbatches_by_rank)
-    return -(-int(_RELATIVE_COST * 100) // int(_MAX_AUTO_COST * 100 * fewest))
+    return ceil((_RELATIVE_COST / fewest + _REDUCTION_AND_UPDATE_COST) / _MAX_AUTO_COST)
 
 
 def count_ranks_per_unit(layout: Layout) -> int:

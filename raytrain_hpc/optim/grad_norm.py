@@ -54,24 +54,25 @@ class ExactGradientNorm(GradientNorm):
     Squares are rounded to 52 bits below the square of the power of two above the largest element. Adding one to that
     power does it: the bits of the sum, as an integer, are those of the power plus the rounded square.
 
-    `limit`, `squares`: of the last norm, the largest element on all ranks and the sum of squares of this rank.
+    `limit`, `contribution`: of the last norm, the largest element on all ranks, and what `measure` returns for the
+    gradients and regions of this rank.
     """
 
     limit = 0.0
-    squares: Tensor
+    contribution: Tensor
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
         chunks = self._split(self._select_regions(gradients))
-        largest = find_largest(chunks, self._device)
+        own_largest = largest = find_largest(chunks, self._device)
         if self._group is not None:
             largest = largest.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose a NaN
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         self.limit = largest.item()
-        self.squares = sum_squares(chunks, self.limit, self._device)
+        digits = sum_squares(chunks, self.limit, self._device)
+        self.contribution = torch.cat([own_largest.view(1).view(torch.int64), digits])
         if not math.isfinite(self.limit) or not self.limit:
             return largest
-        digits = self.squares.clone()
         if self._group is not None:
             dist.all_reduce(digits, group=self._group)
         high, low = digits.tolist()
@@ -111,6 +112,11 @@ def sum_squares(chunks: Sequence[Tensor], limit: float, device: torch.device) ->
         for chunk in chunks:
             digits += _sum_squares(chunk, _get_exponent(limit), buffer[: len(chunk)])
     return digits
+
+
+def join_digits(digits: Tensor) -> Tensor:
+    """Return a sum of squares as one integer modulo 2**64. Equal sums can have different digits."""
+    return (digits[0] << _DIGIT_BITS) + digits[1]
 
 
 def _get_exponent(limit: float) -> int:

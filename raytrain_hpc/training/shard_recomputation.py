@@ -33,7 +33,7 @@ class ShardRecomputation:
     """
 
     def __init__(self, context: ParallelContext, regions: Regions, expert_names: Iterable[str]):
-        self._context, self._regions = context, regions
+        self._context, self.regions = context, regions
         self._holders, self._expert_names = ShardHolders(context.layout), frozenset(expert_names)
 
     def run(
@@ -56,7 +56,7 @@ class ShardRecomputation:
             for number in range(num_parts):
                 part = parts[number] if number < len(parts) else []
                 inputs = {key: tensor for name in part for key, tensor in get_inputs(name).items()}
-                regions = {name: self._regions[name] for name in part if name in self._regions}
+                regions = {name: self.regions[name] for name in part if name in self.regions}
                 if part:
                     compute(inputs, regions, traces[kind].own)
                 self._compute_other(kind, inputs, regions, traces[kind], compute)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from raytrain_hpc.elastic.shard_holders import ParameterKind
-from raytrain_hpc.optim.grad_norm import ExactGradientNorm
+from raytrain_hpc.optim.grad_norm import ExactGradientNorm, join_digits
 from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
 from raytrain_hpc.training.shard_recomputation import Inputs, Regions, ShardRecomputation, select
@@ -24,6 +24,10 @@ class UpdateAudits:
 
     def __init__(self, recomputation: ShardRecomputation, optimizer: Optimizer, norm: ExactGradientNorm):
         self._recomputation, self._optimizer, self._norm = recomputation, optimizer, norm
+        # Not if another rank that holds the same shard counts it, as with expert parallelism.
+        self._counts_own_regions = all(
+            recomputation.regions.get(name, []) == norm.regions.get(name, []) for name in optimizer.weights
+        )
         self._updated_names: list[str] = []  # of parameters, by the update that was traced last
 
     def compute_clipping(self, draw: int, scale: Tensor) -> dict[ParameterKind, ShardTraces]:
@@ -32,18 +36,26 @@ class UpdateAudits:
         Call when the norm has been computed, before `scale` is applied. `draw`: see `choose_shift`.
         """
 
+        measured: dict[Trace, list[Tensor]] = {}
+
         def compute(inputs: Inputs, regions: Regions, trace: Trace) -> None:
             if not self._is_finite:
                 trace.add("contributed", "norm of gradients that is not finite", torch.zeros_like(scale))
                 return
             gradients = select(inputs, GRADIENT)
-            trace.add("contributed", "norm of gradients", self._norm.measure(gradients, regions))
+            measured.setdefault(trace, []).append(self._norm.measure(gradients, regions))
+            trace.add("contributed", "norm of gradients", measured[trace][-1])
             for name, gradient in gradients.items():
                 trace.add("contributed", f"clipped gradient of {name}", gradient * scale.to(gradient.dtype))
 
         own = self._optimizer.get_gradients()
         traces = self._recomputation.run(draw, own, lambda name: {(GRADIENT, name): own[name]}, compute)
-        error = self._norm.squares - self._norm.measure(own, self._norm.regions)[1:]
+        if self._counts_own_regions:
+            parts = [part for of_kind in traces.values() for part in measured.get(of_kind.own, ())]
+        else:
+            parts = [self._norm.measure(own, self._norm.regions)]
+        # Of the sum of squares that is in the norm, modulo 2**64; 0 if there is none.
+        error = join_digits(self._norm.contribution[1:]) - sum(join_digits(part[1:]) for part in parts)
         for number, of_kind in enumerate(traces.values()):
             of_kind.own.add("contributed", "sum of squares", error if number == 0 else torch.zeros_like(error))
             of_kind.other.add("contributed", "sum of squares", torch.zeros_like(error))
