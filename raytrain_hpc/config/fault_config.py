@@ -126,6 +126,6 @@ class FaultConfig(Section):
     keep_verified_state: bool = key(
         False,
         "Keep the last state that replicas agreed on in host memory, for replica_check_interval; with audits, the last "
-        "one after a step whose audit found no difference. A part of the state that one rank has is kept at its peer too.",
+        "one after a step whose audit found no difference. What only one rank has of it is kept at its peer too.",
     )
     inject: list[InjectConfig] = key([], "Faults to inject, for tests: [{kind: kill, rank: 1, step: 10}, ...].")

@@ -211,7 +211,11 @@ def _build_metrics(
 
 def _get_pending_work(spec: WorkerSpec) -> PendingWork:
     return PendingWork(
-        spec.pending_eval_metrics, spec.has_pending_checkpoint, spec.start_metrics, spec.is_start_unpublished
+        spec.pending_eval_metrics,
+        spec.has_pending_checkpoint,
+        spec.start_metrics,
+        spec.is_start_unpublished,
+        checks_determinism=spec.memory_step is None and spec.start_step < spec.end_step,
     )
 
 

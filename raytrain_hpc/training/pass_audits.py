@@ -26,6 +26,7 @@ from raytrain_hpc.elastic.audit_verdict import (
     Entry,
     Finding,
     find_faults,
+    find_first_difference,
     judge,
     merge_findings,
 )
@@ -130,6 +131,20 @@ class PassAudits:
         for finding in findings:
             self._report(step, finding, began)
         return losses
+
+    def find_own_difference(self, step: int, read: ReadMicrobatch) -> str | None:
+        """Compute a microbatch of this rank twice, and return the name of the first tensor that differs, if one does.
+
+        Collective over all ranks. Leaves no gradients.
+        """
+        audit = self._schedule.plan(step)
+        first, second = [
+            [entry for trace in self._recompute(step, audit, 0, read).traces for entry in trace.to_entries()]
+            for _ in range(2)
+        ]
+        self.raise_if_aborted()
+        difference = find_first_difference(first, second)
+        return None if difference is None else difference[1]
 
     def judge(self, step: int, computations: ShardComputations) -> list[Finding]:
         """Return the faults that are gone when repeated. Collective. Raises AuditMismatchError if there are others."""

@@ -20,6 +20,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
 from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
+from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
 from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
@@ -109,6 +110,30 @@ class StepAudits:
     def is_verified(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited by another rank than the owner."""
         return self.is_due(step) and self.schedule.has_other_ranks
+
+    def check_determinism(self, step: int, read: ReadMicrobatch) -> None:
+        """Compute a microbatch twice on each rank: audits need the same bits. Collective over all ranks.
+
+        Call before the first step. Raises ConfigError if they differ on all ranks again and again, and
+        AuditMismatchError if they do on some.
+        """
+        for _ in range(MAX_ATTEMPTS):
+            different = gather_texts(self.passes.find_own_difference(step, read), self.context)
+            if not different:
+                return
+        if len(different) == self.context.layout.world_size:
+            key, interval = "fault.audit_interval", self.schedule.interval
+            raise ConfigError(
+                key,
+                interval,
+                "",
+                f"two computations of a microbatch have different bits on all ranks ({different[0]} first); remove "
+                "what is random or not deterministic from the model, or set it to 0",
+            )
+        findings = [
+            Finding(rank, "a microbatch", name, "compute", is_persistent=True) for rank, name in different.items()
+        ]
+        raise AuditMismatchError(step, findings)
 
     def run_passes(self, step: int, train: Callable[[bool], Tensor], read: ReadMicrobatch) -> Tensor:
         """Run the passes of an audited step by `train`; see `PassAudits.run`. Collective over all ranks.

@@ -40,12 +40,14 @@ class PendingWork:
     `eval_metrics`: metrics of that step, if its evaluation was due and they lack a validation loss. `checkpoint`: its
     checkpoint was due and has not been published; only if the state is not from run.dir. `start_metrics`: metrics of
     that step, if known, for work that callbacks requested. `is_unpublished`: the state is not from run.dir.
+    `checks_determinism`: there is time to compute a microbatch twice, since this is no recovery from memory.
     """
 
     eval_metrics: Record | None = None
     checkpoint: bool = False
     start_metrics: Record | None = None
     is_unpublished: bool = False
+    checks_determinism: bool = False
 
 
 @dataclass
@@ -267,6 +269,9 @@ class Trainer:
     def _begin(self, step: int) -> TrainOutcome | None:
         """Call `pre_train`, and do what an interruption after step `step` left undone. Return as `_after_step` does."""
         pending = self.pending
+        if self.audits is not None and pending.checks_determinism:
+            reader = _TimedReader(step, self.loader.read_microbatch, self.control, self._compute_phase)
+            self.audits.check_determinism(step, lambda step, microbatch: reader.read(microbatch))
         self.checkpointer.remove_leftovers()
         self.callbacks.context.step = step
         self.callbacks.run("pre_train")

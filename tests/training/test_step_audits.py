@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import raytrain_hpc as rt
 from examples import custom_module
@@ -277,18 +279,37 @@ def test_audits_need_fixed_bits() -> None:
         make_small_config(None, "fault.audit_interval=10")
 
 
+@pytest.mark.parametrize(
+    ("num_right", "error", "message"),
+    [
+        (2, RunFailedError, "audit of step 1: rank 0 computed .* again when repeated; use another"),
+        (0, ConfigError, "audit_interval=1.*two computations of a microbatch have different bits on all ranks"),
+    ],
+)
 def test_a_run_in_this_process_ends_if_it_computes_wrong_again_and_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_right: int, error: type[Exception], message: str
 ) -> None:
-    """Its own audits find errors that differ each time."""
+    """Its own audits find errors that differ each time; if there are some from the start, the model is to blame."""
     numbers = itertools.count()
 
     def add_noise(*arguments: Any) -> Any:
         loss, count = original(*arguments)
-        return loss * (1 + 1e-3 * next(numbers)), count
+        return loss * (1 + 1e-3 * max(0, next(numbers) - num_right)), count
 
     original = DecoderTrainModule.loss
     monkeypatch.setattr(DecoderTrainModule, "loss", add_noise)
     config = make_small_config(tmp_path, *BASE, *LLAMA, "cluster.workers=0", AUDITED)
-    with pytest.raises(RunFailedError, match="audit of step 1: rank 0 computed .* again when repeated; use another"):
+    with pytest.raises(error, match=message):
         rt.train(config, quiet=True)
+
+
+def build_noisy_bigram(config: rt.Config) -> torch.nn.Module:
+    module = custom_module.build(config)
+    module.register_forward_hook(lambda module, inputs, output: output * (1 + time.perf_counter() % 1))
+    return module
+
+
+def test_a_model_that_is_not_deterministic_is_refused(pool: WarmPool) -> None:
+    config = make_small_config(None, *BASE, "cluster.workers=2", "model.dropout=0", AUDITED)
+    with pytest.raises(RankFailedError, match="ConfigError: fault.audit_interval=1.*not deterministic from the model"):
+        pool.train(config, custom=CustomModel(build_noisy_bigram, custom_module.loss))
