@@ -15,7 +15,6 @@ from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
 STEPS, RATES = 200, ("1e-3", "1e-2")
 IN_PROCESS = [f"train.steps={STEPS}", "checkpoint.interval=1000", "cluster.workers=0", "cluster.device=cpu"]
-IN_PROCESS += ["cluster.cpu_threads=1"]  # two trials run at once
 
 
 def list_command(directory: Path) -> list[str]:
