@@ -16,19 +16,16 @@ from tests.warm_pool import make_small_config
 ALONE = ["cluster.workers=0", "cluster.device=cpu", "train.steps=4", "checkpoint.interval=2", "checkpoint.keep=0"]
 
 
-def test_every_checkpoint_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(400)))
     rt.prepare([text], tmp_path / "bytes", tokenizer="byte")
     words = [f"data.path={tmp_path / 'bytes'}", "model.vocab_size=256", "logging.sample_tokens=5"]
-    words += ["logging.prompts=['def f', 'x = ']", "train.steps=2"]  # a process per prompt and checkpoint
+    words += ["logging.prompts=['def f']", "train.steps=2"]  # a process per prompt and checkpoint
     rt.train(make_small_config(tmp_path / "run", *ALONE, *words))
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    prompts = [(sample["step"], sample["prompt"]) for sample in samples]
-    assert prompts == [(2, "def f"), (2, "x = ")]
-    for sample in samples:
-        pieces = rt.generate(tmp_path / "run", sample["prompt"], max_tokens=5, temperature=0, step=sample["step"])
-        assert sample["answer"] == "".join(pieces).rstrip("\n")
+    pieces = rt.generate(tmp_path / "run", "def f", max_tokens=5, temperature=0, step=2)
+    assert samples == [{"step": 2, "prompt": "def f", "answer": "".join(pieces).rstrip("\n")}]
     assert "sample  step 2: 'def f' -> " in capsys.readouterr().out
 
 
