@@ -108,6 +108,7 @@ QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ra
     "storage/test_location",
 }
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and the processes of the tests share the cores
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives workers the lowest priority
 

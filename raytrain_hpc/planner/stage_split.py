@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from raytrain_hpc.config.model_spec import ModelSpec
 
 
@@ -16,11 +18,18 @@ def split_layers(spec: ModelSpec, seq_len: int, num_stages: int) -> list[range]:
     layers = spec.num_layers
     if not 1 <= num_stages <= layers:
         raise ValueError(f"{num_stages} stages of {layers} layers")
-    layer = spec.count_active_matmul_parameters() + spec.attention_size * seq_len
-    first, last = spec.hidden_size, spec.hidden_size * spec.vocab_size
+    layer_cost = spec.count_active_matmul_parameters() + spec.attention_size * seq_len
+    starts = _find_starts(layers, num_stages, layer_cost, spec.hidden_size, spec.hidden_size * spec.vocab_size)
+    bounds = (*starts, layers)
+    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same few splits thousands of times
+def _find_starts(layers: int, num_stages: int, layer_cost: int, first_cost: int, last_cost: int) -> tuple[int, ...]:
+    """Return the first layer of each stage. `first_cost`, `last_cost`: what the first and the last layer add."""
 
     def compute_cost(start: int, stop: int) -> int:
-        return (stop - start) * layer + first * (start == 0) + last * (stop == layers)
+        return (stop - start) * layer_cost + first_cost * (start == 0) + last_cost * (stop == layers)
 
     # best[stop]: (slowest stage, sum of squares, starts of the stages) of the layers before `stop`.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
@@ -33,5 +42,4 @@ def split_layers(spec: ModelSpec, seq_len: int, num_stages: int) -> list[range]:
                 if start < stop
             )
         best = extended
-    bounds = (*best[layers][2], layers)
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return best[layers][2]

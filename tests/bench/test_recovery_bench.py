@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from raytrain_hpc.bench.recovery_systems import DEFAULT_PEERS, PEERS, can_grow, 
 from raytrain_hpc.bench.step_report import RAISED_FILE, StepReport, request_exception
 from raytrain_hpc.bench.workloads import build_baseline_job
 from raytrain_hpc.errors import MissingDependencyError
+from tests.driver.cli_process import CliRunner
 from tests.warm_pool import make_small_config
 
 STEPS = 14
@@ -46,22 +46,33 @@ def test_an_exception_is_raised_once_by_one_rank_at_one_step(tmp_path: Path) -> 
     assert [int((tmp_path / f"{rank}.pid").read_text()) for rank in (0, 1)] == [os.getpid()] * 2
 
 
-def run_restart_baseline(directory: Path, *, fails_at: int | None) -> list[tuple[int, float]]:
-    """Run torchrun with one process, and return step and loss of all lines."""
+# As torchrun starts one process, whose modules are imported already.
+LAUNCHER = f"""
+import os, runpy
+os.environ |= {{"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}}
+runpy.run_path({restart_baseline.__file__!r}, run_name="__main__")
+"""
+
+
+def run_restart_baseline(cli: CliRunner, directory: Path, *, fails_at: int | None) -> list[tuple[int, float]]:
+    """Run the baseline, and again after a failure, as torchrun does. Return step and loss of all lines."""
     directory.mkdir()
     job = build_baseline_job(make_small_config(None, f"train.steps={STEPS}"), 1, directory)
     (directory / "job.json").write_text(json.dumps(job.to_json()))
+    (directory / "launcher.py").write_text(LAUNCHER)
+    command = (directory / "launcher.py", str(directory / "job.json"), str(directory))
     if fails_at is not None:
         request_exception(directory, 0, fails_at)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=1", "--nproc-per-node=1"]
-    command = [sys.executable, *launcher, restart_baseline.__file__, str(directory / "job.json"), str(directory)]
-    subprocess.run(command, check=True, timeout=120, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        code, output = cli.run_script(directory / "first", *command)
+        assert code == 1 and output.endswith("ArithmeticError: injected\n"), output
+    code, output = cli.run_script(directory / "last", *command)
+    assert code == 0, output
     return [(line["step"], line["train/loss"]) for line in read_jsonl(directory / "steps.jsonl")]
 
 
-def test_a_peer_that_restarts_repeats_the_steps_since_its_checkpoint(tmp_path: Path) -> None:
-    undisturbed = run_restart_baseline(tmp_path / "a", fails_at=None)
-    disturbed = run_restart_baseline(tmp_path / "b", fails_at=13)
+def test_a_peer_that_restarts_repeats_the_steps_since_its_checkpoint(cli: CliRunner, tmp_path: Path) -> None:
+    undisturbed = run_restart_baseline(cli, tmp_path / "a", fails_at=None)
+    disturbed = run_restart_baseline(cli, tmp_path / "b", fails_at=13)
     assert [step for step, _ in undisturbed] == list(range(1, STEPS + 1))
     assert [step for step, _ in disturbed] == [*range(1, 14), *range(11, STEPS + 1)], "its checkpoint is of step 10"
     assert describe_losses([dict(disturbed)], dict(undisturbed)) == "same bits"

@@ -13,8 +13,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from tests.driver.cli_process import wait_until
 from tests.driver.following_run import FOLLOWING, FollowingRun
 from tests.driver.throttle import throttle
@@ -62,9 +60,10 @@ class HandOver:
 class SharedCluster:
     """A cluster of four slots with a run on it, and an observer of what the coordinator knows."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, python: Path | str = sys.executable):
+        """Start the cluster, the run and the observer. `python`: with which workers are started."""
         self.directory = directory
-        self.cluster = TwoNodeCluster()
+        self.cluster = TwoNodeCluster(python=python)
         self._log = directory / "observed.jsonl"
         with self._log.open("w") as out:
             self._observer = subprocess.Popen([sys.executable, "-c", OBSERVER], env=self.cluster.env, stdout=out)
@@ -80,11 +79,8 @@ class SharedCluster:
 
     def kill_coordinator(self) -> None:
         """Kill the process of the coordinator of this cluster."""
-        processes = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"]]
-        coordinators = [process for process in processes if "RunCoordinator" in process.info["cmdline"][0]]
-        token = self.cluster.env["RAY_AUTH_TOKEN"]
-        (mine,) = [process for process in coordinators if process.environ().get("RAY_AUTH_TOKEN") == token]
-        mine.kill()
+        (coordinator,) = self.cluster.find_workers("RunCoordinator")
+        coordinator.kill()
 
     def measure(self, urgent: FollowingRun) -> HandOver:
         """Return how long the hand-overs to a run that has ended, and from it, have taken."""

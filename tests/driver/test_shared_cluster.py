@@ -21,8 +21,8 @@ MAX_HAND_OVER_S = 5.0
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[SharedCluster]:
-    cluster = SharedCluster(tmp_path)
+def shared(ray_python: Path, tmp_path: Path) -> Iterator[SharedCluster]:
+    cluster = SharedCluster(tmp_path, ray_python)
     yield cluster
     cluster.close()
 

@@ -167,6 +167,8 @@ def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool
     try:
         wait_until(lambda metrics: len(metrics) >= 12, run_dir, process)
         workers_before, lost_node = read_workers(run_dir), cluster.send("lose")
+        nodes_before = [worker["node_id"] for worker in workers_before]
+        assert nodes_before[0] == nodes_before[1] != nodes_before[2] == nodes_before[3], "neighbors share a node"
         lost_ranks = [worker["rank"] for worker in workers_before if worker["node_id"] == lost_node]
         wait_until(lambda metrics: metrics[-1]["elastic/world_size"] == 2, run_dir, process)
         added = cluster.send("add")

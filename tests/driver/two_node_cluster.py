@@ -51,6 +51,7 @@ class TwoNodeCluster:
         )
         self.env = env | {"RAY_ADDRESS": self._read_reply()}
         self._processes = {self._process.pid: psutil.Process(self._process.pid)}
+        self._python = python
 
     def send(self, word: str) -> str:
         """Carry out one command, and return the id of the node that it concerns.
@@ -64,6 +65,15 @@ class TwoNodeCluster:
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
         return self._read_reply()
+
+    def find_workers(self, title: str) -> list[psutil.Process]:
+        """Return the workers of all nodes whose titles contain a text, such as the class of an actor."""
+        found = []
+        for started in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                process = psutil.Process(find_worker(self._python, started.pid) or started.pid)
+                found += [process] * (title in " ".join(process.cmdline()))
+        return found
 
     def on_first_node(self, *command: str) -> list[str]:
         """Return the command line that runs the command on the first node, which is this machine."""

@@ -81,7 +81,7 @@ def test_notebook_runs_completely(ray_cluster: None, tmp_path: Path, monkeypatch
         "cluster.workers=2",
         *throttle(2),
     ]
-    parameters.source = f"steps = 120\nextra = {overrides!r}"
+    parameters.source = f"steps = 80\nextra = {overrides!r}"
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}:{path}" if path else str(EXAMPLES.parent))
     monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
@@ -89,11 +89,11 @@ def test_notebook_runs_completely(ray_cluster: None, tmp_path: Path, monkeypatch
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     texts = [" ".join(output.data["text/plain"].split()) for output in outputs if "data" in output]
     assert any(text.startswith("('stopped', ") for text in texts)
-    assert any(text.startswith("('done', 120, ") for text in texts)
+    assert any(text.startswith("('done', 80, ") for text in texts)
     steps = [json.loads(line)["step"] for line in (tmp_path / "runs/notebook/metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 121))
+    assert steps == list(range(1, 81))
     html = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    assert any("120/120" in text and "<polyline" in text for text in html)  # the last output of `watch`
+    assert any("80/80" in text and "<polyline" in text for text in html)  # the last output of `watch`
     assert (tmp_path / "runs/notebook/report.html").exists()
 
 

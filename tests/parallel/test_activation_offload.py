@@ -30,7 +30,7 @@ WORDS = ["model.num_layers=4", "model.dropout=0.1", "train.micro_batch_size=3", 
 LAYOUTS = {
     "dp-2": ["cluster.workers=2"],
     "zero3-2": ["cluster.workers=2", "parallel.zero=3"],
-    "zero3-2, tiles": ["cluster.workers=2", "parallel.zero=3", "parallel.tile_mib=0.004"],
+    "zero3-2, tiles": ["cluster.workers=2", "parallel.zero=3", "parallel.tile_mib=0.004", "model.num_layers=2"],
     "tp-2": ["cluster.workers=2", "parallel.tp=2"],
     "ring-2": ["cluster.workers=2", "parallel.cp=2"],
     "pp-2": ["cluster.workers=2", "parallel.pp=2"],

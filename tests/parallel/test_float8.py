@@ -196,7 +196,7 @@ LAYOUTS = {
         "parallel.activation_checkpointing=full",
     ],
     "tp-4, replicated keys and values": ["cluster.workers=4", "parallel.tp=4"],
-    "zero3-2, tiles": [*TWO, "parallel.zero=3", "parallel.tile_mib=0.002"],
+    "zero3-2, tiles": [*TWO, "parallel.zero=3", "parallel.tile_mib=0.004"],
 }
 SAME_NUMBERS = {
     "ddp-2": TWO,

@@ -36,8 +36,8 @@ LAYOUTS = {
     "tp 2 x pp 2": ["cluster.workers=4", "parallel.tp=2", "parallel.pp=2"],
     "tp 2 x ZeRO-3": ["cluster.workers=4", "parallel.tp=2", "parallel.zero=3"],
     "ep 2 x tp 2": ["cluster.workers=4", "parallel.ep=2", "parallel.tp=2"],
-    "tiles": ["cluster.workers=2", "parallel.zero=3", "parallel.tile_mib=0.002"],
-    "tiles x tp 2": ["cluster.workers=4", "parallel.tp=2", "parallel.zero=3", "parallel.tile_mib=0.002"],
+    "tiles": ["cluster.workers=2", "parallel.zero=3", "parallel.tile_mib=0.005"],
+    "tiles x tp 2": ["cluster.workers=4", "parallel.tp=2", "parallel.zero=3", "parallel.tile_mib=0.005"],
 }
 CASES = [
     ("gpt2", "tp 2"),

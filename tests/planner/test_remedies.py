@@ -12,6 +12,7 @@ from raytrain_hpc.config.loader import load_config
 
 LLAMA_8B = ["model.preset=llama3_8b", "train.dtype=bf16", "train.seq_len=8192", "train.global_batch_size=64"]
 LLAMA_70B = ["model.preset=llama3_70b", "train.dtype=bf16", "train.seq_len=8192", "train.global_batch_size=512"]
+LLAMA_70B += ["train.micro_batch_size=[1,2]"]
 TOO_LARGE: dict[str, tuple[list[str], dict[str, Any]]] = {
     "settings that need memory": (
         [*LLAMA_8B, "parallel.zero=0", "parallel.activation_checkpointing=none"],

@@ -174,12 +174,14 @@ class TestStrategies:
 
     def test_tensor_parallel_ranks_stay_inside_a_node(self) -> None:
         for per_node in (2, 4, 8):
-            rows = plan_layouts("model.preset=llama3_70b", *LLAMA[1:], nodes=32 // per_node, gpus_per_node=per_node)
+            words = ["model.preset=llama3_70b", *LLAMA[1:], "parallel.zero=3", "train.micro_batch_size=1"]
+            rows = plan_layouts(*words, nodes=32 // per_node, gpus_per_node=per_node)
             assert max(row["tp"] for row in rows) <= per_node
 
     def test_slow_links_favor_model_parallelism(self) -> None:
-        fast = plan_layouts(*LLAMA, nodes=16, gpus_per_node=8, device="h100")[0]
-        slow = plan_layouts(*LLAMA, nodes=16, gpus_per_node=8, device="h100", across="ethernet")[0]
+        words = [*LLAMA, "train.micro_batch_size=[1,2]"]
+        fast = plan_layouts(*words, nodes=16, gpus_per_node=8, device="h100")[0]
+        slow = plan_layouts(*words, nodes=16, gpus_per_node=8, device="h100", across="ethernet")[0]
         assert slow["step_time_s"] > fast["step_time_s"]
         assert slow["pp"] * slow["tp"] > fast["pp"] * fast["tp"]
 

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
-import time
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
-from tests.warm_pool import SMALL_OVERRIDES
+import raytrain_hpc as rt
+from tests.driver.cli_process import CliRunner, wait_until
+from tests.warm_pool import SMALL_OVERRIDES, make_small_config
 
-STEPS = 200
+STEPS, RATES = 200, ("1e-3", "1e-2")
+IN_PROCESS = [f"train.steps={STEPS}", "checkpoint.interval=1000", "cluster.workers=0", "cluster.device=cpu"]
 
 
 def list_command(directory: Path) -> list[str]:
-    words = [*SMALL_OVERRIDES, f"run.dir={directory}", f"train.steps={STEPS}", "checkpoint.interval=1000"]
-    words += ["cluster.workers=0", "cluster.device=cpu", "logging.tensorboard=false", "logging.sample_tokens=0"]
-    over = ["--over", "optimizer.lr=1e-3,1e-2", "--at-once", "2"]
-    return [sys.executable, "-m", "raytrain_hpc", "sweep", *words, *over]
+    over = ["--over", f"optimizer.lr={','.join(RATES)}", "--at-once", "2"]
+    return ["sweep", *SMALL_OVERRIDES, *IN_PROCESS, f"run.dir={directory}", *over]
 
 
-def run_sweep(directory: Path) -> None:
-    done = subprocess.run(list_command(directory), capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+def train_trials(directory: Path) -> list[dict[str, Any]]:
+    """Train each trial by itself, without a sweep, and return what a sweep writes about them."""
+    trials = []
+    for rate in RATES:
+        run_dir = directory / f"optimizer.lr={rate}"
+        result = rt.train(make_small_config(run_dir, *IN_PROCESS, f"optimizer.lr={rate}"), quiet=True)
+        trial = {"settings": [f"optimizer.lr={rate}"], "state": "done", "value": result.val_loss, "step": STEPS}
+        trials.append(trial)
+    return trials
 
 
 def read_losses(directory: Path) -> dict[tuple[str, int, str], float]:
@@ -53,26 +59,21 @@ def find_processes(text: str) -> list[Path]:
     return found
 
 
-def test_trials_of_a_killed_sweep_save_and_end_and_the_same_command_continues_them(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run_sweep(whole)
-    with (tmp_path / "output").open("wb") as output:
-        sweep = subprocess.Popen(list_command(killed), stdout=output, stderr=output)
-    deadline = time.monotonic() + 120
-    while not read_losses(killed):
-        assert sweep.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
-        time.sleep(0.02)
-    sweep.kill()
-    sweep.wait()
-    deadline = time.monotonic() + 30
-    while find_processes(str(killed)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def test_trials_of_a_killed_sweep_save_and_end_and_the_same_command_continues_them(
+    cli: CliRunner, tmp_path: Path
+) -> None:
+    whole, killed, output = tmp_path / "whole", tmp_path / "killed", tmp_path / "output"
+    sweep = cli.start(output, *list_command(killed))
+    wait_until(lambda: bool(read_losses(killed)), output)
+    os.kill(sweep.pid, signal.SIGKILL)
+    assert sweep.wait() == -signal.SIGKILL
+    wait_until(lambda: not find_processes(str(killed)), output, timeout_s=30)
     for run_dir in {path.parent for path in killed.glob("*/metrics.jsonl")}:
         (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
         assert 0 < int(checkpoint.name.removeprefix("step-")) < STEPS
     assert [trial["state"] for trial in read_trials(killed)] == ["running", "running"]
-    run_sweep(killed)
+    code, printed = cli.run(output, *list_command(killed))
+    assert code == 0, printed
+    assert read_trials(killed) == train_trials(whole)
     assert read_losses(killed) == read_losses(whole)
-    assert read_trials(killed) == read_trials(whole)
     assert len(read_losses(whole)) == 2 * STEPS + 2

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from typing import Any
 
 import pytest
 
 LAYOUTS = {
-    "ZeRO-3": ("parallel.zero=3",),
+    "ZeRO-3, recompute": ("parallel.zero=3", "parallel.activation_checkpointing=full"),
     "replicas, elastic": ("train.deterministic=elastic",),
     "tp": ("parallel.tp=2",),
     "pp": ("parallel.pp=2",),
-    "recompute": ("parallel.activation_checkpointing=full",),
 }
 UNIMPORTANT = {"torch.profiler._cupti_monitor"}  # a single small module
 
 
-def train_in_new_process(rank: int, port: int, words: tuple[str, ...], connection: Any) -> None:
-    """Start as a worker does, train two steps, and send the modules that were imported after the start."""
+def train_in_new_process(port: int, words: tuple[str, ...], pipes: list[Any]) -> None:
+    """Start as two workers do, train two steps, and send the modules that were imported after the start.
+
+    The second rank is forked when the modules of the start are imported, and nothing has run yet.
+    """
     import torch
 
     from raytrain_hpc.distributed.rendezvous import Rendezvous
@@ -28,6 +31,7 @@ def train_in_new_process(rank: int, port: int, words: tuple[str, ...], connectio
     from raytrain_hpc.training.warmup import run_warmup_step
     from tests.warm_pool import make_small_config, make_worker_spec
 
+    rank = 1 if os.fork() == 0 else 0
     spec = make_worker_spec(make_small_config(None, "cluster.workers=2", *words), 2, steps_to=2)
     device = torch.device("cpu")
     configure_torch(spec.config, device)
@@ -35,7 +39,9 @@ def train_in_new_process(rank: int, port: int, words: tuple[str, ...], connectio
     before = set(sys.modules)
     trainer = build_trainer(spec, rank, device, Rendezvous("127.0.0.1", port, 1, 60.0), ControlChannel())
     trainer.run(0, 2)
-    connection.send(sorted(set(sys.modules) - before))
+    pipes[rank].send(sorted(set(sys.modules) - before))
+    if rank == 1:
+        os._exit(0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -45,17 +51,13 @@ def test_the_first_generation_imports_nothing(layout: str) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
-    processes = [
-        context.Process(target=train_in_new_process, args=(rank, store.port, LAYOUTS[layout], pipe[1]), daemon=True)
-        for rank, pipe in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
+    senders = [sender for _, sender in pipes]
+    process = context.Process(target=train_in_new_process, args=(store.port, LAYOUTS[layout], senders), daemon=True)
+    process.start()
     try:
         for connection, _ in pipes:
             assert connection.poll(100)
             assert [name for name in connection.recv() if name not in UNIMPORTANT] == []
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        process.kill()
+        process.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,8 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def single_process(pool: WarmPool) -> dict[str, list[float]]:
-    return {name: run(pool, None, make())[0] for name, (make, _) in SHARED.items()}
+def single_process(pool: WarmPool) -> Callable[[str], list[float]]:
+    return cache(lambda name: run(pool, None, SHARED[name][0]())[0])
 
 
 LAYOUTS = {
@@ -131,21 +132,21 @@ def test_audits_compare_batches_of_any_dataset(
     [*product(["iterable", "stateful loader", "hugging face"], ["2", "zero3-3"]), ("loader of iterable", "hsdp-4")],
 )
 def test_every_layout_has_the_bits_of_one_process(
-    pool: WarmPool, single_process: dict[str, list[float]], name: str, layout: str
+    pool: WarmPool, single_process: Callable[[str], list[float]], name: str, layout: str
 ) -> None:
     losses, notes = run(pool, None, SHARED[name][0](), *LAYOUTS[layout])
-    assert (losses, notes) == (single_process[name], [])
+    assert (losses, notes) == (single_process(name), [])
 
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(
-    pool: WarmPool, single_process: dict[str, list[float]], tmp_path: Path, name: str
+    pool: WarmPool, single_process: Callable[[str], list[float]], tmp_path: Path, name: str
 ) -> None:
     """From 2 ranks to 3 under ZeRO-3, in the middle of the second epoch."""
     make, reads_again = SHARED[name]
     first, _ = run(pool, tmp_path, make(), "cluster.workers=2", steps_to=STOP)
     second, notes = run(pool, tmp_path, make(), "cluster.workers=3", "parallel.zero=3", resume_step=STOP)
-    assert first + second == single_process[name]
+    assert first + second == single_process(name)
     is_loader = "loader" in name
     count = STOP * 6 - 21 if is_loader else STOP * 12 - 41  # of the second epoch
     line = f"data    {count} {'batches' if is_loader else 'samples'} of the dataset are read again to resume at step 5"
