@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+import psutil
 import pytest
 
 LAYOUTS = {
@@ -59,5 +60,7 @@ def test_the_first_generation_imports_nothing(layout: str) -> None:
             assert connection.poll(100)
             assert [name for name in connection.recv() if name not in UNIMPORTANT] == []
     finally:
-        process.kill()
+        started = psutil.Process(process.pid)
+        for each in (*started.children(), started):
+            each.kill()
         process.join()
