@@ -123,11 +123,8 @@ def choose_suspect(suspects: Sequence[int], suspected_before: Collection[int]) -
 
 def find_first_difference(expected: Sequence[Entry], found: Sequence[Entry]) -> Entry | None:
     """Return the first entry of a trace that differs from what is expected; None if there is none."""
-    for one, other in zip(expected, found, strict=False):
-        if one != other:
-            return other
-    longer = found if len(found) > len(expected) else expected
-    return None if len(expected) == len(found) else longer[min(len(expected), len(found))]
+    index = _find_first_index(expected, found)
+    return None if index is None else max(found, expected, key=len)[index]
 
 
 def _find_origins(
@@ -138,13 +135,14 @@ def _find_origins(
     A trace whose first difference was received did not cause it. If all were received, communication did, where
     something was received that no other rank has sent like that.
     """
-    differences = [find_first_difference(*traces) for traces in zip(right, wrong, strict=True)]
-    found = [(place, entry) for place, entry in enumerate(differences) if entry is not None]
-    computed = [(place, label) for place, (kind, label, _) in found if kind != "received"]
+    indexes = [_find_first_index(*traces) for traces in zip(right, wrong, strict=True)]
+    longer = [max(traces, key=len) for traces in zip(wrong, right, strict=True)]
+    found = {place: (longer[place], index) for place, index in enumerate(indexes) if index is not None}
+    computed = [(place, trace[index][1]) for place, (trace, index) in found.items() if trace[index][0] != "received"]
     if computed:
         return [(place, label, "compute") for place, label in computed]
     sent = [_list_wrongly_sent(*traces) for traces in zip(right, wrong, strict=True)]
-    received = {place: (label, _count_before(wrong[place], entry)) for place, entry in found for label in entry[1:2]}
+    received = {place: (trace[index][1], _count_before(trace, index)) for place, (trace, index) in found.items()}
     unexplained = [
         place
         for place, message in received.items()
@@ -164,9 +162,17 @@ def _list_wrongly_sent(expected: Sequence[Entry], found: Sequence[Entry]) -> set
     return different
 
 
-def _count_before(entries: Sequence[Entry], entry: Entry) -> int:
+def _count_before(entries: Sequence[Entry], index: int) -> int:
     """Return how many messages of the same kind and label come before an entry."""
-    return sum(other[:2] == entry[:2] for other in entries[: entries.index(entry)])
+    return sum(other[:2] == entries[index][:2] for other in entries[:index])
+
+
+def _find_first_index(expected: Sequence[Entry], found: Sequence[Entry]) -> int | None:
+    """Return where two traces begin to differ; None if they are equal."""
+    for index, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            return index
+    return None if len(expected) == len(found) else min(len(expected), len(found))
 
 
 def _find_right_signature(computations: Sequence[Computation]) -> Hashable | None:

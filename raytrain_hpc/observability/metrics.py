@@ -31,7 +31,7 @@ METRIC_KEYS = {
     "memory/moments_gib": "Optimizer moments of rank 0, including offloaded ones.",
     "elastic/world_size": "Number of ranks in the step.",
     "elastic/generation": "Generation of the process groups; increases by one at each restart.",
-    "elastic/audited": "1: the step was audited without a difference (fault.audit_interval); 0: by the same rank only.",
+    "elastic/audited": "1: audited by another rank, and right (fault.audit_interval); 0: audited by the same rank.",
     "val/loss": "Sum of the token losses over the validation windows divided by their tokens; at evaluations only.",
 }
 

@@ -35,16 +35,25 @@ class Trace:
 
     def add(self, kind: EntryKind, label: str, tensor: Tensor) -> None:
         """Add a tensor. `label`: what it is, such as the names of the parameters whose gradients it holds."""
-        (self._contributed if kind == "contributed" else self._communicated).append((kind, label, compute_hash(tensor)))
+        self.add_hash(kind, label, compute_hash(tensor))
+
+    def add_hash(self, kind: EntryKind, label: str, value: Tensor) -> None:
+        """Add a tensor by its hash."""
+        (self._contributed if kind == "contributed" else self._communicated).append((kind, label, value))
 
     def compute_total(self, device: torch.device) -> Tensor:
         """Return one hash of all hashes in order, an int64 scalar on the device; 0 if there are none."""
-        hashes = [value for _, _, value in self._sort()]
+        hashes = [value.to(device) for _, _, value in self._sort()]
         return compute_hash(torch.stack(hashes)) if hashes else torch.zeros((), dtype=torch.int64, device=device)
 
     def to_entries(self) -> list[tuple[str, str, int]]:
         """Return kind, label and hash of each tensor. Waits for the device."""
-        return [(kind, label, int(value)) for kind, label, value in self._sort()]
+        entries = self._sort()
+        if not entries:
+            return []
+        device = entries[0][2].device  # all hashes in one copy to the host
+        values: list[int] = torch.stack([value.to(device) for _, _, value in entries]).tolist()
+        return [(kind, label, value) for (kind, label, _), value in zip(entries, values, strict=True)]
 
     def _sort(self) -> list[tuple[EntryKind, str, Tensor]]:
         return self._communicated + sorted(self._contributed, key=lambda entry: entry[1])

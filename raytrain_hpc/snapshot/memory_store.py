@@ -175,7 +175,10 @@ class SnapshotStore:
 
         The caller receives the data into the slot's buffer and then sets its step. `index` is that of the rank's state.
         """
-        slot = self._replicas.setdefault(rank, SnapshotRing()).evict_oldest()
+        if rank not in self._replicas:
+            self._replicas[rank] = SnapshotRing()
+            self._replicas[rank].keep(self._kept_step)
+        slot = self._replicas[rank].evict_oldest()
         slot.state = slot.buffer.reserve(index)
         return slot
 
@@ -230,7 +233,7 @@ class SnapshotStore:
         self._verified.step = step
 
     def discard_unverified(self) -> None:
-        """Discard all snapshots and replicas but verified ones. Call when replicas differ.
+        """Discard all snapshots and replicas but verified ones. Call after silent corruption.
 
         Other processes of the node that have the memory of this one open see them as incomplete too.
         """

@@ -70,6 +70,7 @@ class LocalForwardBackward:
         self.model.prepare_passes(is_training=True)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self._run_passes(step, 0, batch, sums, is_last=False)
+        self.running_statistics.pre_microbatch()  # restores them
         return sums
 
     def _run_passes(self, step: int, number: int, batch: AnyBatch, sums: Tensor, *, is_last: bool) -> None:

@@ -38,7 +38,7 @@ class MatrixAudits:
         `draw`: see `choose_shift`.
         """
         optimizer, gradients = self._optimizer, self._optimizer.get_gradients()
-        momenta, self._updates = optimizer.moments[_MOMENTUM], {}
+        momenta, weights, self._updates = optimizer.moments[_MOMENTUM], optimizer.weights, {}
 
         def get_inputs(name: str) -> Inputs:
             given = {(GRADIENT, name): gradients[name]} if name in gradients else {}
@@ -46,7 +46,11 @@ class MatrixAudits:
 
         def compute(inputs: Inputs, regions: Regions, trace: Trace) -> None:
             copies = copy_inputs(inputs, get_moment_device(optimizer))
-            storage = optimizer.make_temporary_momenta(select(copies, _MOMENTUM))
+            moments = select(copies, _MOMENTUM)
+            slices = {
+                name: moment.new_empty(moment.shape, dtype=weights[name].dtype) for name, moment in moments.items()
+            }
+            storage = optimizer.make_temporary_momenta(slices)
             for name, momentum in storage.moments[_MOMENTUM].items():
                 momentum.copy_(copies[_MOMENTUM, name])
             updates = optimizer.advance_momenta(storage, select(copies, GRADIENT))
@@ -68,6 +72,7 @@ class MatrixAudits:
                 dist.all_gather_object(gathered, (own, other), group=self._context.world_group)
             if not self._add(computations, gathered) and attempt == 0:
                 break
+        self._updates = {}
         return self._find_faults(computations)
 
     def _add(
@@ -103,7 +108,7 @@ class MatrixAudits:
         weights, momenta = self._optimizer.weights, self._optimizer.moments[_MOMENTUM]
         for name in self._orthogonal:
             trace_results(trace, {(WEIGHT, name): weights[name], (_MOMENTUM, name): momenta[name]})
-        self._updates, self._orthogonal = {}, {}
+        self._orthogonal = {}
 
     def _run(self, draw: int | None) -> tuple[dict[str, int], dict[str, Tensor]]:
         """Orthogonalize a copy of the updates. Return hashes of the matrices of this rank, and the copy.

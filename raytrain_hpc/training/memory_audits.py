@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -32,16 +32,19 @@ class TensorHashes:
     def __init__(self, device: torch.device):
         self._device = device
         self._recorded: Tensor | None = None
+        self._names: list[str] = []
 
     def record(self, tensors: Named) -> None:
         """Compute and keep the hashes of tensors."""
-        self._recorded, _ = self._compute(tensors)
+        self._recorded, self._names = self._compute(tensors)
 
     def find_changed(self, tensors: Named) -> str | None:
         """Return the name of the first tensor whose bits have changed since `record`, which got the same ones."""
         if self._recorded is None:
             raise RuntimeError("no hashes have been recorded")
         hashes, names = self._compute(tensors)
+        if len(hashes) != len(self._recorded):  # a callback has added or removed some
+            return names[-1]
         changed: list[int] = (hashes != self._recorded).nonzero().flatten().tolist()
         return names[changed[0]] if changed else None
 
@@ -50,9 +53,9 @@ class TensorHashes:
         """Whether there are hashes to compare with."""
         return self._recorded is not None
 
-    def clear(self) -> None:
-        """Discard the hashes."""
-        self._recorded = None
+    def get_hashes(self) -> dict[str, Tensor]:
+        """Return the hashes by name."""
+        return {} if self._recorded is None else dict(zip(self._names[1:], self._recorded[1:], strict=True))
 
     def _compute(self, tensors: Named) -> tuple[Tensor, list[str]]:
         hashes, names = [torch.zeros((), dtype=torch.int64, device=self._device)], [""]
@@ -63,30 +66,49 @@ class TensorHashes:
 
 
 class MemoryAudits:
-    """Hashes of this rank's state and gradients while nothing may change them, compared before they are used."""
+    """Hashes of this rank's state and gradients while nothing may change them, compared before they are used.
+
+    `buffers`: names of state that passes change. `release_memory`: called after moments were read.
+    """
 
     def __init__(
-        self, state: ShardedState, get_gradients: Callable[[], Mapping[str, Tensor]], context: ParallelContext
+        self,
+        state: ShardedState,
+        buffers: Collection[str],
+        get_gradients: Callable[[], Mapping[str, Tensor]],
+        release_memory: Callable[[], None],
+        device: torch.device,
     ):
-        self._context, self._get_gradients = context, get_gradients
-        self._shards = [(shard.name, shard.tensor) for shard in state if shard.name.startswith(_AUDITED_STATE)]
-        self._state, self._gradients = TensorHashes(context.device), TensorHashes(context.device)
+        self._get_gradients, self._release_memory = get_gradients, release_memory
+        shards = [(shard.name, shard.tensor) for shard in state if shard.name.startswith(_AUDITED_STATE)]
+        self._buffers = [(name, tensor) for name, tensor in shards if name in buffers]
+        self._shards = [(name, tensor) for name, tensor in shards if name not in buffers]
+        self._state, self._buffer_state = TensorHashes(device), TensorHashes(device)
+        self._gradients = TensorHashes(device)
 
     def record_state(self) -> None:
         """Hash the state after a step. Call on all ranks, before a step that is audited."""
         self._state.record(self._shards)
+        self._buffer_state.record(self._buffers)
+        self._release_memory()
 
-    def check_state(self, step: int) -> None:
-        """Compare the state with that after the last step, if it was hashed. Collective over all ranks.
+    def find_changed_state(self, *, after_passes: bool = False) -> str | None:
+        """Return the name of the first tensor that has changed since `record_state`; None if none has.
 
-        Call before the passes of the step after `step` committed ones. Raises StateChangedError on all ranks if the
-        state of one has changed.
+        Call before the passes of a step, and again after them. None if nothing was recorded, as in the first step.
         """
-        if self._state.is_recorded:
-            changed = self._state.find_changed(self._shards)
-            self._state.clear()
-            if by_rank := gather_texts(changed, self._context):
-                raise StateChangedError(step, by_rank, f"step {step}")
+        if not self._state.is_recorded:
+            return None
+        changed = self._state.find_changed(self._shards)
+        if not after_passes:
+            changed = changed or self._buffer_state.find_changed(self._buffers)
+        self._release_memory()
+        return changed
+
+    @property
+    def recorded_gradients(self) -> Mapping[str, Tensor]:
+        """The hashes of the gradients, by name."""
+        return self._gradients.get_hashes()
 
     def record_gradients(self) -> None:
         """Hash the gradients of a step, which have just been reduced."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from raytrain_hpc.optim.grad_norm import GradientNorm
@@ -44,8 +45,11 @@ class ModelUpdate:
 
     def scale_gradients(self, scale: Tensor) -> None:
         """Multiply all gradients by the factor of `compute_norm`."""
-        if self._gradients:
-            foreach_mul_(self._gradients, scale.to(self._gradients[0].dtype))
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in self._gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, gradients in by_dtype.items():
+            foreach_mul_(gradients, scale.to(dtype))
         self._gradients = []
 
     def update_weights(self, step: int) -> None:

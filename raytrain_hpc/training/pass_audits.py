@@ -48,7 +48,7 @@ MAX_ATTEMPTS = 3  # at what is compared between two ranks: with one other rank, 
 
 
 class AuditMismatchError(CorruptionError):
-    """A rank computes microbatches wrong again and again, or two ranks disagree and no third one can decide."""
+    """A rank computes, receives or keeps something wrong again, or two ranks disagree and no third one can decide."""
 
     kind = FAULTY_DEVICE
 
@@ -108,7 +108,7 @@ class PassAudits:
         GenerationAbortedError if collectives were aborted meanwhile.
         """
         audit, findings, began = self._schedule.plan(step), list[Finding](), 0.0
-        sums = ShardComputations(self._context, self._holders, "the sum of gradients", by_copy=True)
+        sums = self._make_sum_computations()
         for attempt in range(MAX_ATTEMPTS):
             audited = self._recompute(step, audit, audit.shift, read)
             traces_of_sums = self._make_traces_of_sums(audit.number + attempt % 2)
@@ -124,6 +124,7 @@ class PassAudits:
                 if persistent := [finding for finding in found if finding.is_persistent or attempt]:
                     raise AuditMismatchError(step, persistent)
                 findings += found
+                sums = self._make_sum_computations()  # the next attempt has other contributions
             elif not sums.has_differed or attempt == MAX_ATTEMPTS - 1:
                 break
             self._drop_gradients()
@@ -131,6 +132,9 @@ class PassAudits:
         for finding in findings:
             self._report(step, finding, began)
         return losses
+
+    def _make_sum_computations(self) -> ShardComputations:
+        return ShardComputations(self._context, self._holders, "the sum of gradients", by_copy=True)
 
     def find_own_difference(self, step: int, read: ReadMicrobatch) -> str | None:
         """Compute a microbatch of this rank twice, and return the name of the first tensor that differs, if one does.

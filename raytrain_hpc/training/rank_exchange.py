@@ -59,7 +59,8 @@ def _exchange_bytes(payload: Tensor, recv_bytes: int, destination: int, source: 
 
 def _to_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, _align(flat.numel()) - flat.numel()))
+    padding = _align(flat.numel()) - flat.numel()
+    return torch.nn.functional.pad(flat, (0, padding)) if padding else flat
 
 
 def _align(size: int) -> int:

@@ -46,11 +46,9 @@ class ShardRecomputation:
         """
         names_by_kind: dict[ParameterKind, list[str]] = {kind: [] for kind in self._holders.kinds}
         for name in names:
-            is_expert = name in self._expert_names and "experts" in names_by_kind
-            names_by_kind["experts" if is_expert else "dense"].append(name)
-        traces = dict[ParameterKind, ShardTraces]()
+            names_by_kind[self.get_kind(name)].append(name)
+        traces = self.make_traces(draw)
         for kind, of_kind in names_by_kind.items():
-            traces[kind] = ShardTraces(choose_shift(draw, self._holders.count_shards(kind)))
             parts = list(_split_into_parts(of_kind, get_inputs))
             num_parts = self._find_maximum(len(parts)) if traces[kind].shard_shift else len(parts)
             for number in range(num_parts):
@@ -61,6 +59,17 @@ class ShardRecomputation:
                     compute(inputs, regions, traces[kind].own)
                 self._compute_other(kind, inputs, regions, traces[kind], compute)
         return traces
+
+    def get_kind(self, name: str) -> ParameterKind:
+        """Return the kind of a parameter."""
+        return "experts" if name in self._expert_names and "experts" in self._holders.kinds else "dense"
+
+    def make_traces(self, draw: int | None = None) -> dict[ParameterKind, ShardTraces]:
+        """Return empty traces. `draw`: chooses the other rank, see `choose_shift`; None: there is none."""
+        return {
+            kind: ShardTraces(0 if draw is None else choose_shift(draw, self._holders.count_shards(kind)))
+            for kind in self._holders.kinds
+        }
 
     def _compute_other(
         self, kind: ParameterKind, inputs: Inputs, regions: Regions, traces: ShardTraces, compute: Compute

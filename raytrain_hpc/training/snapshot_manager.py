@@ -128,10 +128,11 @@ class SnapshotManager:
         """Close the replicator at the end of the context. Pending copies complete, or are canceled on an error."""
         try:
             yield
-        except CorruptionError:  # all ranks raise it: verified snapshots that are being copied can complete
-            self.wait_for_copies()
-            raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(
+                error, CorruptionError
+            ):  # of all ranks: verified snapshots that are being copied can complete
+                self.wait_for_copies()
             if self.replicator is not None:
                 self.replicator.cancel()
             raise

@@ -20,7 +20,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
 from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
-from raytrain_hpc.errors import ConfigError
+from raytrain_hpc.errors import CallbackError, ConfigError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
 from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
@@ -38,7 +38,7 @@ from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.pass_audits import MAX_ATTEMPTS, AuditMismatchError, PassAudits, ReadMicrobatch
 from raytrain_hpc.training.shard_computations import ShardComputations
 from raytrain_hpc.training.shard_recomputation import ShardRecomputation
-from raytrain_hpc.training.state_builder import find_norm_regions
+from raytrain_hpc.training.state_builder import find_norm_regions, list_persistent_buffers
 from raytrain_hpc.training.update_audits import UpdateAudits
 
 
@@ -63,7 +63,8 @@ def build_audits(
     report, optimizer = partial(_report, emit), model_update.optimizer
     drop_gradients, is_aborted = optimizer.zero_grad, partial(_is_aborted, control)
     passes = PassAudits(schedule, context, model, model_step, loader, drop_gradients, is_aborted, report)
-    memory = MemoryAudits(state, optimizer.get_gradients, context)
+    buffers = {f"model.{name}" for name, _ in list_persistent_buffers(model)}
+    memory = MemoryAudits(state, buffers, optimizer.get_gradients, optimizer.release_memory, context.device)
     experts = get_expert_parameters(model.modules.values())
     regions = _find_regions_of_first_holders(model, peer_info.destination_indexes, context, experts)
     recomputation = ShardRecomputation(context, regions, experts)
@@ -99,9 +100,12 @@ class StepAudits:
     matrices: MatrixAudits | None  # with Muon only
     context: ParallelContext
     report: Callable[[int, Finding, float], None]
+    _audited_step: int = -1  # whose passes have run last
     _step_with_changed_gradients: int = -1
     _clipped: Mapping[ParameterKind, ShardTraces] = field(default_factory=dict)  # traces that two ranks agree on
     _updated: list[Mapping[ParameterKind, ShardTraces]] = field(default_factory=list)
+    _gradients: tuple[int, ShardComputations] | None = None  # of a step whose copies differed, and that step
+    _wrongly_updated: str | None = None  # the first tensor of this rank that differs from what was verified
 
     def is_due(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited."""
@@ -114,21 +118,28 @@ class StepAudits:
     def check_determinism(self, step: int, read: ReadMicrobatch) -> None:
         """Compute a microbatch twice on each rank: audits need the same bits. Collective over all ranks.
 
-        Call before the first step. Raises ConfigError if they differ on all ranks again and again, and
+        Call before the first step. Raises ConfigError if they differ again and again on all data-parallel ranks, and
         AuditMismatchError if they do on some.
         """
         for _ in range(MAX_ATTEMPTS):
             different = gather_texts(self.passes.find_own_difference(step, read), self.context)
             if not different:
                 return
-        if len(different) == self.context.layout.world_size:
+        layout, by_place = self.context.layout, dict[tuple[int, ...], set[bool]]()
+        for rank in range(layout.world_size):
+            coordinates = layout.get_coordinates(rank)
+            place = coordinates["pp"], coordinates["cp"], coordinates["tp"]
+            by_place.setdefault(place, set()).add(rank in different)
+        if {True} in by_place.values():  # all ranks that run the same code
             key, interval = "fault.audit_interval", self.schedule.interval
+            first = min(different)
             raise ConfigError(
                 key,
                 interval,
                 "",
-                f"two computations of a microbatch have different bits on all ranks ({different[0]} first); remove "
-                "what is random or not deterministic from the model, or set it to 0",
+                "two computations of a microbatch have different bits on all data-parallel ranks (on rank "
+                f"{first}: {different[first]} first); remove what is random or not deterministic from the model, or "
+                "set it to 0",
             )
         findings = [
             Finding(rank, "a microbatch", name, "compute", is_persistent=True) for rank, name in different.items()
@@ -140,19 +151,55 @@ class StepAudits:
 
         Raises StateChangedError on all ranks if the state of one has changed since the last step.
         """
-        self.memory.check_state(step)
-        self.passes.raise_if_aborted()
+        is_repeated, self._audited_step = step == self._audited_step, step
+        self._raise_if_changed(step, self.memory.find_changed_state(after_passes=is_repeated))
         losses = self.passes.run(step, train, read)
         self.memory.record_gradients()
         return losses
 
     def have_gradients_changed(self, step: int) -> bool:
-        """Return whether reduced gradients of an audited step have changed in memory. Collective over all ranks.
+        """Return whether reduced gradients of an audited step have changed in memory, or differ between their copies.
 
-        Call before they are read. The passes must then run again. Raises AuditMismatchError on all ranks if the
-        gradients of the step change for the second time.
+        Call before they are read. The passes must then run again. Collective over all ranks. Raises on all of them
+        AuditMismatchError if that happens for the second time, and StateChangedError if the state of one has changed
+        during the passes.
         """
-        return self._have_changed(step, self.memory.find_changed_gradient(), "reduced gradients")
+        self._raise_if_changed(step, self.memory.find_changed_state(after_passes=True))
+        if self._have_changed(step, self.memory.find_changed_gradient(), "reduced gradients"):
+            return True
+        return self._do_copies_differ(step)
+
+    def _raise_if_changed(self, step: int, changed: str | None) -> None:
+        by_rank = gather_texts(changed, self.context)
+        self.passes.raise_if_aborted()
+        if by_rank:
+            self._raise_if_on_all_ranks(by_rank)
+            raise StateChangedError(step, by_rank, f"step {step}")
+
+    def _raise_if_on_all_ranks(self, changed: Mapping[int, str]) -> None:
+        """Raise CallbackError if memory has changed on all ranks, of several."""
+        if len(changed) == self.context.layout.world_size > 1:
+            raise CallbackError(
+                f"callbacks: in an audited step, {changed[0]} has changed on all ranks; change state in post_step and "
+                "gradients in pre_optim_step, with a priority below 99, or set fault.audit_interval to 0"
+            )
+
+    def _do_copies_differ(self, step: int) -> bool:
+        """Return whether ranks that hold the same gradients got different ones, as from a wrong all-gather."""
+        holders = ShardHolders(self.context.layout)
+        if max(map(holders.count_copies, holders.kinds)) == 1:
+            return False
+        began, is_repeated = time.time(), self._gradients is not None and self._gradients[0] == step
+        computations = ShardComputations(self.context, holders, "gradients")
+        if self._gradients is not None and is_repeated:
+            computations = self._gradients[1]
+        differs = computations.add(self.update.trace_reduced_gradients(self.memory.recorded_gradients))
+        self.passes.raise_if_aborted()
+        self._gradients = (step, computations) if differs and not is_repeated else None
+        if is_repeated:
+            for finding in self.passes.judge(step, computations):
+                self.report(step, finding, began)
+        return self._gradients is not None
 
     def have_clipped_gradients_changed(self, step: int) -> bool:
         """Return whether clipped gradients differ from what `compute_norm` verified. As `have_gradients_changed`."""
@@ -185,21 +232,23 @@ class StepAudits:
         update = self.update
         self._updated.append(self._audit(step, "the update", lambda draw, _: update.compute_update(draw, lr)))
 
-    def check_state(self, step: int) -> None:
-        """Compare the state after an update with what was verified. Collective over all ranks.
-
-        Raises StateChangedError on all ranks if it differs on one.
-        """
+    def compare_updated_state(self) -> None:
+        """Compare the state of this rank after an update with what was verified, for `check_updated_state`."""
         if self._updated:
             trace = Trace()
             for audits in (self.matrices, self.update):
                 if audits is not None:
                     audits.trace_state(trace)
-            by_rank = gather_texts(_find_difference(self._updated, trace), self.context)
+            self._wrongly_updated = _find_difference(self._updated, trace)
             self._updated = []
-            self.passes.raise_if_aborted()
-            if by_rank:
-                raise StateChangedError(step, by_rank, "its update was computed")
+
+    def check_updated_state(self, step: int) -> None:
+        """Raise StateChangedError on all ranks if the update was wrong on one. Collective over all ranks."""
+        changed, self._wrongly_updated = self._wrongly_updated, None
+        by_rank = gather_texts(changed, self.context)
+        self.passes.raise_if_aborted()
+        if by_rank:
+            raise StateChangedError(step, by_rank, "its update was computed")
 
     def _verify_matrices(
         self, step: int, matrices: MatrixAudits, lr: float
@@ -236,6 +285,7 @@ class StepAudits:
         is_persistent = step == self._step_with_changed_gradients
         findings = [Finding(rank, subject, name, "memory", is_persistent) for rank, name in by_rank.items()]
         if findings and is_persistent:
+            self._raise_if_on_all_ranks(by_rank)
             raise AuditMismatchError(step, findings)
         for finding in findings:
             self.report(step, finding, began)
@@ -252,8 +302,13 @@ class UpdatedState(Callback):
         self._audits = audits
 
     def post_step(self, metrics: dict[str, Any]) -> None:
-        """Compare the state if the step was audited. Raises StateChangedError on all ranks if it differs on one."""
-        self._audits.check_state(self.context.step - 1)
+        """Compare the state of this rank. Nothing is communicated: if a rank is lost now, others have the state."""
+        self._audits.compare_updated_state()
+
+    def post_commit(self, metrics: dict[str, Any]) -> None:
+        """Raise StateChangedError on all ranks if the state of one differs after an audited step."""
+        if self._audits.is_due(self.context.step - 1):
+            self._audits.check_updated_state(self.context.step - 1)
 
 
 class StateHashes(Callback):

@@ -121,11 +121,13 @@ class Trainer:
                 self.raise_if_aborted()
                 return result
         self.model_update.sync_buffers()
-        self.snapshots.before_update()
         self.callbacks.run("pre_optim_step")
         with self.timers.phase("optimizer"):
             if self.audits is not None and self.audits.is_due(step):
+                self.control.set_phase("saving")  # under ZeRO, state is copied to other ranks
                 self.audits.verify_update(step, self.model_update.learning_rate(step))
+                self.control.set_phase(self._compute_phase)
+            self.snapshots.before_update()
             self.model_update.update_weights(step)
         self.step_guard.accept(step, result.loss)
         self.raise_if_aborted()
@@ -161,6 +163,7 @@ class Trainer:
 
         if self.audits is None or not self.audits.is_due(step):
             return train(False)
+        self.control.set_phase("saving")  # all state is read
         other = replace(reader, read_microbatch=self.loader.read_microbatch)
         return self.audits.run_passes(step, train, lambda step, microbatch: other.read(microbatch))
 
@@ -172,9 +175,11 @@ class Trainer:
             norm, scale = compute_norm()
             update.scale_gradients(scale)
             return norm
+        self.control.set_phase("saving")  # state is read, and under ZeRO gradients are copied to other ranks
         if audits.have_gradients_changed(step):
             return None
         norm, scale = audits.compute_norm(step, compute_norm)
+        self.control.set_phase(self._compute_phase)
         update.scale_gradients(scale)
         return None if audits.have_clipped_gradients_changed(step) else norm
 

@@ -6,6 +6,7 @@ Nothing is applied before two ranks agree. Matrices that Muon orthogonalizes are
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -66,6 +67,14 @@ class UpdateAudits:
         """Whether the norm is. If not, gradients are dropped: the bits of a NaN may depend on the kernel."""
         return math.isfinite(self._norm.limit)
 
+    def trace_reduced_gradients(self, hashes: Mapping[str, Tensor]) -> dict[ParameterKind, ShardTraces]:
+        """Return traces of the reduced gradients of this rank, given by their hashes, to compare it with its copies."""
+        traces = self._recomputation.make_traces()
+        for name, value in hashes.items():
+            trace = traces[self._recomputation.get_kind(name)].own
+            trace.add_hash("received", f"reduced gradient of {name}", value)
+        return traces
+
     def trace_gradients(self) -> Trace:
         """Trace the gradients of this rank, which have been clipped."""
         trace = Trace()
@@ -116,8 +125,7 @@ class UpdateAudits:
 
 def get_moment_device(optimizer: Optimizer) -> torch.device | None:
     """Return the device on which an optimizer computes updates; None if it has no moments."""
-    moments = next(iter(optimizer.moments.values()), {})
-    return next((moment.device for moment in moments.values()), None)
+    return next((moment.device for moments in optimizer.moments.values() for moment in moments.values()), None)
 
 
 def copy_inputs(inputs: Inputs, device: torch.device | None) -> dict[tuple[str, str], Tensor]:

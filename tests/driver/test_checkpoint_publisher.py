@@ -72,7 +72,9 @@ def test_complete_checkpoints_of_committed_steps_are_published_in_order(make_rec
     recorder.publisher.wait()
     assert [publication.step for publication in recorder.published] == [3, 5]
     assert recorder.published[0].write_s == 0.5 and recorder.published[0].publish_s > 0
-    assert recorder.store.verify(5).meta == {"data": 5} and not recorder.failed and not recorder.alarms
+    assert (
+        recorder.store.verify(5).meta == {"data": 5, "verified_step": 0} and not recorder.failed and not recorder.alarms
+    )
 
 
 def test_incomplete_checkpoints_of_an_earlier_generation_are_dropped(make_recorder) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -140,35 +139,34 @@ def test_layouts_to_which_a_run_grows() -> None:
     assert list_layouts(single, 4) == [single, Layout(dp_shard=4, tp=2, zero=3)]
 
 
-def count_graphs_of_warm_ups(
-    rank: int, rendezvous: Rendezvous, spec: WorkerSpec, nums_ranks: list[int | None]
-) -> list[int]:
-    """Return the number of graphs that each warm-up compiles, which ends after as many ranks. None: after all.
-
-    By default, the compiler keeps two versions of a function here, instead of eight.
-    """
-    from torch._dynamo import config
+def warm_up_until(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, num_ranks: int) -> tuple[int, int]:
+    """Return the number of graphs that a warm-up compiles, and of those that another one adds."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
-    counts = [0]
-    with (
-        config.patch(recompile_limit=2, accumulated_recompile_limit=2),
-        mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
-    ):
-        for num_ranks in nums_ranks:
-            ranks = iter(range(spec.layout.world_size if num_ranks is None else num_ranks))
-            warm_up_compiler(spec, CPU, lambda ranks=ranks: next(ranks, None) is None)  # type: ignore[misc]
-            counts.append(counters["stats"]["unique_graphs"])
-    return [after - before for before, after in pairwise(counts)]
+    ranks = iter(range(num_ranks))
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        warm_up_compiler(spec, CPU, lambda: next(ranks, None) is None)
+        count = counters["stats"]["unique_graphs"]
+        warm_up_compiler(spec, CPU)
+    return count, counters["stats"]["unique_graphs"] - count
 
 
 def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(pool: WarmPool) -> None:
-    """The compiler keeps more versions than by default, and another warm-up compiles the missing ones only.
+    """The compiler keeps more versions than its default of 8, and another warm-up compiles the missing ones only.
 
     Two graphs per rank for its blocks, and three of the loss for each of two sizes of a vocabulary shard.
     """
-    words = [*LLAMA, "model.vocab_size=64", "model.num_heads=3", "model.hidden_size=48", "train.compile=true"]
-    spec = make_worker_spec(make_small_config(None, *words, "cluster.workers=3", "parallel.tp=3"), 3, steps_to=STEPS)
-    assert pool.call(count_graphs_of_warm_ups, 1, spec, [0, 2, None]) == [[0, 10, 2]]
+    config = make_small_config(
+        None,
+        *LLAMA,
+        "cluster.workers=6",
+        "parallel.tp=6",
+        "model.num_heads=6",
+        "model.hidden_size=48",
+        "train.compile=true",
+    )
+    spec = make_worker_spec(config, 6, steps_to=STEPS)
+    assert pool.call(warm_up_until, 1, spec, 0) == [(0, 18)]
+    assert pool.call(warm_up_until, 1, spec, 5) == [(16, 2)]

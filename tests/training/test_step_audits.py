@@ -14,6 +14,8 @@ import torch
 import raytrain_hpc as rt
 from examples import custom_module
 from raytrain_hpc.errors import ConfigError, RunFailedError
+from raytrain_hpc.parallel import pairwise_all_reduce
+from raytrain_hpc.runtime.bit_flips import CallBitFlip, flip_bit
 from raytrain_hpc.runtime.worker_spec import CustomModel, Script
 from raytrain_hpc.training.train_module import DecoderTrainModule
 from tests.training.elastic_runs import BASE, MODELS, RunOnce, get_bits, run_bits
@@ -194,6 +196,81 @@ def test_state_that_changes_in_memory_is_found(
         pool.train(make_small_config(tmp_path, *BASE, *LAYOUTS[layout], AUDITED, fault))
 
 
+class FlipAfterPasses(rt.Callback):
+    """A bit flip in the memory of rank 1, in a weight or a moment, while step 3 is computed."""
+
+    def post_forward_backward(self) -> None:
+        if self.context.rank == 1 and self.context.step == 2:
+            flip_bit(next(iter(self.context.parameters.values())), 0)
+
+
+class ChangeWeights(rt.Callback):
+    """A change of weights at a time when nothing may change them."""
+
+    def pre_step(self) -> None:
+        for weight in self.context.parameters.values():
+            weight.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("callback", "error"),
+    [
+        (
+            FlipAfterPasses(),
+            r"StateChangedError: audit of step 3: the state of rank 1 \(model\..* has changed since step 2",
+        ),
+        (
+            ChangeWeights(),
+            "CallbackError: callbacks: in an audited step, model.* has changed on all ranks; change state",
+        ),
+    ],
+    ids=["flip", "callback"],
+)
+@pytest.mark.parametrize("layout", ["zero2-3", "ddp-2"])
+def test_state_that_changes_during_a_step_is_found(
+    pool: WarmPool, layout: str, callback: rt.Callback, error: str
+) -> None:
+    config = make_small_config(None, *BASE, *LAYOUTS[layout], AUDITED)
+    with pytest.raises(RankFailedError, match=error):
+        pool.train(config, callbacks=(callback,))
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("layout", ["ddp-5", "ddp-2", "tp2 x ddp-2"])
+def test_copies_of_gradients_that_differ_are_found(pool: WarmPool, layout: str, is_persistent: bool) -> None:
+    """One rank gets a wrong sum from the all-gather of slices: once, or again and again."""
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=3"]
+    config = make_small_config(None, *BASE, *words, "eval.interval=0", AUDITED)
+    callbacks = (WrongAllGather(is_persistent),)
+    if is_persistent:
+        first = 0 if layout == "ddp-2" else 1  # of those that hold the same
+        with pytest.raises(RankFailedError, match=f"audit of step 2: rank {first} received gradients wrong"):
+            pool.train(config, callbacks=callbacks)
+        return
+    records = pool.train(config, callbacks=callbacks)[0]
+    steps = [(record["train/loss"], record["train/grad_norm"]) for record in get_step_metrics(records)]
+    assert steps == run_steps(pool, None, *words, "eval.interval=0")[0]
+    (incident,) = [record for record in records if record["type"] == "incident"]
+    assert re.match(r"rank 1 received gradients wrong \(reduced gradient of .*right when repeated", incident["reason"])
+
+
+class WrongAllGather(rt.Callback):
+    """A bit flip in what rank 1 receives in the first all-gather of gradients of step 2; persistent: of all."""
+
+    def __init__(self, is_persistent: bool):
+        self._is_persistent = is_persistent
+        self._flip: CallBitFlip | None = None
+
+    def pre_step(self) -> None:  # called again when the passes are repeated
+        if self.context.rank == 1 and self.context.step == 1 and self._flip is None:
+            self._flip = CallBitFlip(pairwise_all_reduce, "all_gather_flat", 3, is_persistent=self._is_persistent)
+            self._flip.attach()
+
+    def close(self) -> None:
+        if self._flip is not None:
+            self._flip.detach()
+
+
 @pytest.mark.parametrize(
     ("layout", "kind", "named"),
     [
@@ -283,7 +360,7 @@ def test_audits_need_fixed_bits() -> None:
     ("num_right", "error", "message"),
     [
         (2, RunFailedError, "audit of step 1: rank 0 computed .* again when repeated; use another"),
-        (0, ConfigError, "audit_interval=1.*two computations of a microbatch have different bits on all ranks"),
+        (0, ConfigError, "audit_interval=1.*two computations of a microbatch have different bits on all"),
     ],
 )
 def test_a_run_in_this_process_ends_if_it_computes_wrong_again_and_again(
