@@ -1,7 +1,7 @@
 """Shared fixtures (warm worker processes, one Ray cluster per session) and the distribution of tests over processes.
 
 With `pytest -n 3` (pytest-xdist), one process runs all tests that start Ray or measure time, one after another. The
-others run the remaining tests, file by file, at a lower CPU priority. Two of them keep two cores busy: tests wait a lot.
+others run the remaining tests, file by file, at a lower CPU priority. Two of them: tests wait a lot.
 """
 
 from __future__ import annotations
