@@ -15,10 +15,11 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.device_backends import is_accelerator_type
 from raytrain_hpc.distributed.replica_check import CorruptionError
 from raytrain_hpc.driver.backend import RegroupRequest, T
+from raytrain_hpc.elastic.audit_verdict import CORRUPT
 from raytrain_hpc.elastic.device_allocation import UNLIMITED, Allowance
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
-from raytrain_hpc.errors import ClusterError, RunFailedError
+from raytrain_hpc.errors import ClusterError, RunFailedError, WorkerFailedError
 from raytrain_hpc.planner.hardware import find_device_preset
 from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.runtime.control_channel import ControlChannel
@@ -104,12 +105,18 @@ class LocalWorkerGroup:
     ) -> str:
         """Train in the calling thread until done or stopped, and return the outcome. `poll_regroup` is not called.
 
-        Raises RunFailedError if the process computes something wrong again and again: it cannot replace itself.
+        Raises WorkerFailedError if the state in memory is wrong: that of a checkpoint replaces it. Raises
+        RunFailedError if the process computes something wrong again and again: it cannot replace itself.
         """
         channel = DirectControlChannel(stop_event, on_record)
         try:
             return build_rank_trainer(spec, 0, self._device, None, channel).run(spec.start_step, spec.end_step)
         except CorruptionError as error:
+            if error.kind == CORRUPT:
+                place = socket.gethostname(), os.getpid()
+                raise WorkerFailedError(
+                    0, *place, CORRUPT, str(error), node_id=_NODE_ID, detected_at=time.time()
+                ) from None
             raise RunFailedError(f"{error}; use another device") from error
 
     def close(self) -> None:

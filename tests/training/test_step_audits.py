@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from pathlib import Path
@@ -378,6 +379,25 @@ def test_a_run_in_this_process_ends_if_it_computes_wrong_again_and_again(
     config = make_small_config(tmp_path, *BASE, *LLAMA, "cluster.workers=0", AUDITED)
     with pytest.raises(error, match=message):
         rt.train(config, quiet=True)
+
+
+def test_a_run_in_this_process_goes_back_to_a_checkpoint_from_before_the_last_audit(tmp_path: Path) -> None:
+    words = [*BASE, *LLAMA, "cluster.workers=0", "train.steps=12", "eval.interval=0", "checkpoint.interval=3"]
+    rt.train(make_small_config(tmp_path / "clean", *words), quiet=True)
+    faults = "fault.inject=[{kind: bitflip_moment, rank: 0, step: 8, bit: 4}]"
+    result = rt.train(make_small_config(tmp_path / "fault", *words, "fault.audit_interval=4", faults), quiet=True)
+    assert (result.outcome, result.restarts) == ("done", 1)
+    assert read_losses(tmp_path / "fault") == read_losses(tmp_path / "clean")
+    (incident,) = [json.loads(line) for line in (tmp_path / "fault" / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["kind"], incident["rank"]) == ("corrupt", 0) and "has changed since step 7" in incident["reason"]
+    untrusted = json.loads((tmp_path / "fault" / "checkpoints" / "untrusted.json").read_text())
+    assert [entry["after_step"] for entry in untrusted] == [4]
+
+
+def read_losses(run_dir: Path) -> dict[int, float]:
+    """Return the loss of each step, the last one if it was repeated."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["train/loss"] for line in lines}
 
 
 def build_noisy_bigram(config: rt.Config) -> torch.nn.Module:
