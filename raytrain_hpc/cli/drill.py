@@ -10,7 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -37,17 +37,7 @@ FAULT_KINDS: tuple[FaultKind, ...] = (
     "nan",
 )
 GPU_FAULT_KINDS: tuple[FaultKind, ...] = ("gpu_hang", "gpu_error")  # with cluster.device naming one
-CORRUPTION_KINDS: tuple[FaultKind, ...] = (
-    "bitflip_batch",
-    "bitflip_activation",
-    "bitflip_gradient",
-    "bitflip_message",
-    "bitflip_sum",
-    "bitflip_reduced",
-    "bitflip_update",
-    "bitflip_weight",
-    "bitflip_moment",
-)
+CORRUPTION_KINDS: tuple[FaultKind, ...] = tuple(kind for kind in get_args(FaultKind) if kind.startswith("bitflip_"))
 _ROUNDED_KINDS = ("bitflip_activation", "bitflip_gradient")  # of which low bits are often rounded away
 # Kinds of incident that name each fault. gloo ends a process that receives more than it has room for.
 INCIDENT_KINDS: dict[str, tuple[str, ...]] = {
