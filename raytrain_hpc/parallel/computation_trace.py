@@ -8,7 +8,7 @@ wrong did not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -141,6 +141,12 @@ class ComputationTracer:
         """Take note that what follows belongs to no microbatch: gradients of several are summed."""
         self._current_slot = None
 
+    def is_traced(self, slot: int, source: int | None = None) -> bool:
+        """Return whether a microbatch of this rank is traced, or what its experts compute for one of a source."""
+        if source is not None:
+            return bool(self._expert_traces) and slot == self._slots[source]
+        return self._trace is not None and slot == self._slots[self._own_source]
+
     def add(self, kind: EntryKind, label: str, tensor: Tensor, slot: int | None = None) -> None:
         """Add a tensor of a microbatch of this rank. `slot`: None stands for the current microbatch."""
         current = self._current_slot if slot is None else slot
@@ -166,10 +172,14 @@ class SumTraces:
 
 @dataclass(frozen=True)
 class ContributionTrace:
-    """Tracer of the gradients of some parameters, by source. `of_experts`: there are as many sources as "ep" ranks."""
+    """Tracer of the gradients of some parameters, by source. `of_experts`: there are as many sources as "ep" ranks.
+
+    `label`: names all of them. `names`: of the parameters, in the order in which `add` gets their gradients.
+    """
 
     tracer: ComputationTracer
     label: str
+    names: tuple[str, ...]
     of_experts: bool = False
 
     @property
@@ -186,17 +196,37 @@ class ContributionTrace:
         label = f"sum of {self.label}"
         return SumTraces(SumTrace(sums.own, label), SumTrace(sums.other, label), sums.shard_shift, sums.copy_shift)
 
-    def add(self, source: int, gradients: Tensor, slot: int) -> None:
-        """Add the gradients of a microbatch of a source. `slot`: its number among those of the source."""
+    def add(self, source: int, gradients: Iterable[Tensor | None], slot: int) -> None:
+        """Add the gradient of each parameter for a microbatch of a source; None: it has none.
+
+        Hashed one by one, they do not depend on how parameters are grouped or sharded. `slot`: the number of the
+        microbatch among those of the source.
+        """
+        if not self.tracer.is_traced(slot, source if self.of_experts else None):
+            return
+        for name, gradient in zip(self.names, gradients, strict=True):
+            if gradient is not None:
+                self._add(describe_gradient(name), source, gradient, slot)
+
+    def add_together(self, source: int, gradients: Tensor, slot: int) -> None:
+        """Add the gradients of all parameters as one tensor. Then they depend on how parameters are sharded."""
+        self._add(self.label, source, gradients, slot)
+
+    def _add(self, label: str, source: int, gradient: Tensor, slot: int) -> None:
         if self.of_experts:
-            self.tracer.add_of_experts("contributed", self.label, source, gradients, slot)
+            self.tracer.add_of_experts("contributed", label, source, gradient, slot)
         else:
-            self.tracer.add("contributed", self.label, gradients, slot)
+            self.tracer.add("contributed", label, gradient, slot)
+
+
+def describe_gradient(name: str) -> str:
+    """Return the label of the gradient of a parameter."""
+    return f"gradient of {name}"
 
 
 def describe_gradients(names: Sequence[str]) -> str:
     """Return the label of the gradients of some parameters, in the order of their names."""
-    return f"gradient of {names[0]}" if len(names) == 1 else f"gradients of {names[0]} to {names[-1]}"
+    return describe_gradient(names[0]) if len(names) == 1 else f"gradients of {names[0]} to {names[-1]}"
 
 
 @torch.no_grad()

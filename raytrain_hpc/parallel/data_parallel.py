@@ -98,7 +98,8 @@ def _get_bucket_factory(
     def make_bucket(members: list[nn.Parameter]) -> PairwiseBucket:
         member_names = [names[parameter] for parameter in members]
         take_gradients = None if source_gradients is None else partial(source_gradients.take, member_names)
-        trace = ContributionTrace(tracer, describe_gradients(member_names), of_experts=source_gradients is not None)
+        label, of_experts = describe_gradients(member_names), source_gradients is not None
+        trace = ContributionTrace(tracer, label, tuple(member_names), of_experts)
         return PairwiseBucket(members, group, order, take_gradients, trace=trace)
 
     return make_bucket

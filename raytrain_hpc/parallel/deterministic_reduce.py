@@ -118,7 +118,7 @@ class PairwiseBucket:
         if self._trace.drops_contributions:
             for source, of_source in enumerate(gradients):
                 flat = self._flatten(of_source)
-                self._trace.add(source, flat, slot)
+                self._trace.add(source, self._view_gradients(flat, of_source), slot)
                 self._free.append(flat)
             return
         slots = self._order.local_slots
@@ -127,7 +127,7 @@ class PairwiseBucket:
             if contribution is not None:
                 part, microbatch = contribution
                 flat = self._flatten(of_source)
-                self._trace.add(source, flat, slot)
+                self._trace.add(source, self._view_gradients(flat, of_source), slot)
                 self._has_grad.update(p for p, g in zip(self.parameters, of_source, strict=True) if g is not None)
                 self._free += self._tree.add(flat, (part, (0, microbatch)))
 
@@ -142,6 +142,11 @@ class PairwiseBucket:
             else:
                 torch.add(gradient, 0.0, out=view.view_as(parameter))
         return flat
+
+    def _view_gradients(self, flat: Tensor, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of a flat tensor by parameter; None for a parameter without one."""
+        *views, _, _ = torch.split(flat, self._sizes)
+        return [None if gradient is None else view for view, gradient in zip(views, gradients, strict=True)]
 
     def _allocate(self) -> Tensor:
         if self._last_sum is not None:
@@ -175,14 +180,17 @@ class DeterministicReduceScatter:
         *,
         once_per_step: bool,
         trace: ContributionTrace,
+        shapes: Sequence[torch.Size],
     ):
         """`take_gradients`: returns the gradients of the parameters of the module; None: FSDP2 passes them.
+
+        `shapes`: of the whole parameters.
 
         `once_per_step`: sum whole gradients locally, and exchange them at the last microbatch. Ranks then need not have
         equally many microbatches. Otherwise exchange those of each microbatch.
         """
         self._cursor, self._order, self._replica_group, self._take = cursor, order, replica_group, take_gradients
-        self._once_per_step, self._trace = once_per_step, trace
+        self._once_per_step, self._trace, self._shapes = once_per_step, trace, shapes
         self._reset()
 
     def _reset(self) -> None:
@@ -205,7 +213,7 @@ class DeterministicReduceScatter:
         """Exchange `input_tensor` [ranks * n], add the local slices to the tree, and zero `output_tensor` [n]."""
         num_ranks = len(self._order.slots_by_rank)
         for source, flat in enumerate(self._list_inputs(input_tensor, num_ranks)):
-            self._trace.add(source, flat, self._cursor.microbatch)
+            self._trace_gradients(source, flat, num_ranks)
             if self._trace.drops_contributions:
                 continue
             if self._once_per_step:
@@ -249,6 +257,19 @@ class DeterministicReduceScatter:
             .view(-1)
             for gradients in self._take()
         ]
+
+    def _trace_gradients(self, source: int, flat: Tensor, num_ranks: int) -> None:
+        """Trace the whole gradient of each parameter, without the padding; see `_list_inputs`.
+
+        If some have none, it is unknown which: trace all together.
+        """
+        widths = [-(-shape[0] // num_ranks) * shape[1:].numel() for shape in self._shapes]
+        if sum(widths) * num_ranks != flat.numel():
+            self._trace.add_together(source, flat, self._cursor.microbatch)
+            return
+        by_parameter = zip(torch.split(flat.view(num_ranks, -1), widths, dim=1), self._shapes, strict=True)
+        gradients = (rows.reshape(-1)[: shape.numel()] for rows, shape in by_parameter)
+        self._trace.add(source, gradients, self._cursor.microbatch)
 
     def all_reduce_hook(self, output: Tensor) -> None:
         """Fill `output` with the sum over replicas at the last microbatch. FSDP2 calls it after the reduce-scatter.

@@ -37,6 +37,7 @@ from raytrain_hpc.torch_private import (
     FSDPGrads,
     add_fsdp_grads,
     end_fsdp_backward,
+    list_fsdp_shards,
     reshard_over_inner_dimension,
     run_fsdp_post_backward,
     take_fsdp_grads,
@@ -114,17 +115,25 @@ class FSDPSync:
         make = partial(DeterministicReduceScatter, self._cursor, once_per_step=self._zero_stage == 1)
         expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(self._modules.values())
         labels = {id(m): f"gradients of {name or 'the rest of the model'}" for name, m in self._iter_named_modules()}
+        parameter_names = self._name_parameters()
         for fsdp_module in _iter_fsdp_modules(self._modules.values()):
             expert_names, label = expert_modules.get(id(fsdp_module)), labels[id(fsdp_module)]
+            parameters = [getattr(owner, name) for owner, name, _ in list_fsdp_shards(fsdp_module)]
+            parameters = [parameter for parameter in parameters if parameter.requires_grad]
+            names, shapes = tuple(parameter_names[p] for p in parameters), [p.shape for p in parameters]
             if expert_order is not None and source_gradients is not None and expert_names is not None:
                 take = partial(source_gradients.take, expert_names)
-                trace = ContributionTrace(tracer, label, of_experts=True)
-                reduce_scatter = make(expert_order, expert_replica_group, take, trace=trace)
+                trace = ContributionTrace(tracer, label, names, of_experts=True)
+                reduce_scatter = make(expert_order, expert_replica_group, take, trace=trace, shapes=shapes)
             else:
-                trace = ContributionTrace(tracer, label)
-                reduce_scatter = make(reduction_orders.dense, replica_group, trace=trace)
+                trace = ContributionTrace(tracer, label, names)
+                reduce_scatter = make(reduction_orders.dense, replica_group, trace=trace, shapes=shapes)
             fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
+
+    def _name_parameters(self) -> dict[nn.Parameter, str]:
+        modules: Iterable[Any] = self._modules.values()
+        return {parameter: name for module in modules for name, parameter in module.named_parameters()}
 
     def _iter_named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         return (named for module in self._modules.values() for named in module.named_modules())  # type: ignore[attr-defined]

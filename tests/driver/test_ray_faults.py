@@ -144,7 +144,7 @@ def test_audits_undo_a_transient_fault_and_replace_a_broken_rank(ray_cluster: No
     assert (persistent["kind"], persistent["rank"], persistent["step"]) == ("faulty device", 1, 19)
     assert persistent["steps_lost"] == 3, "back to the state after step 16, which was audited"
     for incident in (transient, persistent):
-        assert incident["node"] and incident["pid"] and "gradients of" in incident["reason"]
+        assert incident["node"] and incident["pid"] and "gradient of" in incident["reason"]
 
 
 def test_audits_find_a_wrong_shard_that_no_other_rank_has(ray_cluster: None, tmp_path: Path) -> None:
