@@ -118,8 +118,8 @@ class WorkerFailedError(RaytrainError):
         Args:
             kind: died, crashed (by a fatal signal of its own), out of memory, node lost, preempted (lost after notice),
                 raised, silent, frozen, interpreter held, stalled, out of step, link down (it receives nothing), slow,
-                corrupt, faulty device (it computes wrong again and again), suspected (it or another one does),
-                replicas differ, or deadlocked (no single rank could be identified as the cause).
+                corrupt, faulty device (it computes wrong again and again), suspected (it or another one does), disputed
+                (it or a spare did), replicas differ, or deadlocked (no single rank could be identified as the cause).
             node_id: Ray's identifier of the node, whose name is `node`.
             detected_at: Unix time of the detection.
             aborted_at: Unix time at which all other ranks of the generation had ended it.
@@ -132,6 +132,7 @@ class WorkerFailedError(RaytrainError):
         self.node_id, self.detected_at, self.aborted_at = node_id, detected_at, aborted_at
         self.last_seen, self.operation, self.stacks, self.device = last_seen, operation, stacks or {}, device
         self.ranks: tuple[int, ...] = (rank,)  # all ranks that failed together
+        self.trusted_step: int | None = None  # no state after this step is to be used; None: no limit is known
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}" + f" (GPU: {device})" * bool(device))
 
     def __reduce__(self) -> tuple[object, ...]:

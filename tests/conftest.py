@@ -48,6 +48,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "driver/test_lost_processes",
     "driver/test_ray_faults",
     "driver/test_ray_interruption",
+    "driver/test_spare_audits",
     "driver/test_storage_outage",
     "driver/test_nodes_without_a_common_directory",
     "driver/test_two_nodes",

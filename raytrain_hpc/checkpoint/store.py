@@ -180,10 +180,12 @@ class CheckpointStore:
         self,
         on_corrupted: Callable[[Location, str], None],
         check: Callable[[Location], Checkpoint] = verify_checkpoint,
+        on_untrusted: Callable[[Location, str], None] | None = None,
     ) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification; None if there is none. Call before resuming a run.
 
-        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first, or that is not trusted.
+        Calls `on_corrupted(path, problem)` for each newer one that fails, newest first, and `on_untrusted`, by default
+        the same, for each one that is not trusted.
         `check(path)` returns a checkpoint or raises CheckpointCorruptedError; `check_checkpoint` suffices if
         `read_state` loads it.
         """
@@ -198,7 +200,7 @@ class CheckpointStore:
                 on_corrupted(path, str(error))
                 continue
             if reason := self.find_distrust(checkpoint.step, checkpoint.generation):
-                on_corrupted(path, reason)
+                (on_untrusted or on_corrupted)(path, reason)
                 continue
             return checkpoint
         return None
@@ -221,6 +223,10 @@ class CheckpointStore:
             if step > entry["after_step"] and generation <= entry["generation"]:
                 return f"saved after step {entry['after_step']}, the last one known to be right: {entry['reason']}"
         return None
+
+    def is_only_start_trusted(self) -> bool:
+        """Return whether all checkpoints of some generation are not trusted: the start of the run is what is right."""
+        return any(entry["after_step"] == 0 for entry in self._read_untrusted())
 
     def _read_untrusted(self) -> list[dict[str, Any]]:
         path = self.root / _UNTRUSTED_FILE

@@ -115,6 +115,13 @@ class FaultConfig(Section):
         "replica_check_interval.",
         minimum=0,
     )
+    spare_audit_interval: int | Auto = key(
+        AUTO,
+        "Steps between those of which idle spares (cluster.spares) compute a microbatch again, outside the time of a "
+        "step, with audit_interval. 0: never; auto: as often as costs 1 % of the time. If a spare and a rank disagree, "
+        "the run goes back to the last state that an audit found right, and its next step is audited.",
+        minimum=0,
+    )
     on_straggler: Literal["warn", "evict", "rebalance"] = key(
         "warn",
         "Reaction to a slow rank. warn: record an incident; evict: also replace it; rebalance: give it fewer "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,21 +18,24 @@ from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.coordinator_client import CoordinatorClient
 from raytrain_hpc.driver.corruption_attribution import attribute_corruption
 from raytrain_hpc.driver.data_feeder import DataFeeder
+from raytrain_hpc.driver.failure_explanation import attribute_disagreement, attribute_out_of_step, explain_deaths
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.root_cause import AVOIDED_KINDS, CONSEQUENCE, NODE_KINDS, cascade_order
+from raytrain_hpc.driver.spare_audits import SpareAudits
 from raytrain_hpc.driver.stall_attribution import attribute_stall
 from raytrain_hpc.driver.state_locations import StateLocations
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
 from raytrain_hpc.driver.worker_group import ActorPool, Worker, WorkerInfo, call_on_nodes, recall_metrics
+from raytrain_hpc.elastic.audit_verdict import DISPUTED
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
 from raytrain_hpc.elastic.death_report import OUT_OF_MEMORY, is_out_of_memory
 from raytrain_hpc.elastic.device_allocation import Allowance
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
-from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault, describe_pending_call
+from raytrain_hpc.elastic.fault_attribution import CollectiveCall, describe_pending_call
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.elastic.watchdog import Suspect
@@ -68,6 +72,7 @@ class RayWorkerGroup:
         self._microbatch_counts: list[int] = []  # of each rank, per step
         self._poller = RecordPoller([], lambda record: None)
         self._broken_calls: dict[int, Sequence[CollectiveCall]] = {}  # rank -> its last collectives, if it failed
+        self._spare_audits = SpareAudits(store.create_rendezvous)
 
     def start(self) -> None:
         """Start the actors, and an agent per node. Raises ClusterError past cluster.start_timeout."""
@@ -160,14 +165,25 @@ class RayWorkerGroup:
             if not (stopping or pausing) and throttle.is_ready():
                 with throttle.measure():
                     self._pool.warm_up_spares(self._workers)
+                    self._audit_by_spares()
                     request = poll_regroup()
                 if request is not None:
                     pausing = True
                     self._call_all_ranks("request_pause" if request == "pause" else "request_stop")
             self._poller.poll(self._health.collect_health(), urgent=stopping)
+        self._spare_audits.end_generation()
         self._poller.fetch_remaining()
         outcomes = [self._collect_outcome(run_ref, rank) for run_ref, rank in self._rank_of_run.items()]
         return outcomes[0].outcome
+
+    def _audit_by_spares(self) -> None:
+        """Let idle spares audit the ranks, replace those at fault, and let the ranks go back if they disagree."""
+        audits, idle = self._spare_audits, self._pool.list_warm_spares(self._workers)
+        committed_step = max((health.step for health in self._health.collect_health().values()), default=0)
+        for spare in audits.update(self._workers, idle, committed_step):
+            self._pool.replace_faulty_spare(spare)
+        if audits.take_request():
+            self._call_all_ranks("request_distrust")
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[Record]:
         """Return the metrics of these steps from the first survivor that has reached `until_step`, or from a node."""
@@ -198,6 +214,7 @@ class RayWorkerGroup:
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
         """Start the run calls of all members, and watch the new ranks."""
+        spec = replace(spec, audits_first_step=self._spare_audits.disagreement is not None)
         spec = self._locations.plan_restore(spec, self._workers)
         self.discard_state()  # members report theirs when they end; that of other workers becomes outdated
         self._generation = spec.generation
@@ -213,6 +230,7 @@ class RayWorkerGroup:
         }
         self._stragglers = StragglerDetector(self._config.fault.straggler_factor)
         actors, deliver = [worker.actor for worker in self._workers], partial(self._deliver_record, on_record)
+        self._spare_audits.begin_generation(spec, spec_ref, deliver)
         self._poller, self._broken_calls = RecordPoller(actors, deliver), {}
         self._health.begin_generation([{"rank": r, **w.info} for r, w in enumerate(self._workers)], spec.memory_step)
 
@@ -317,6 +335,7 @@ class RayWorkerGroup:
 
         Ranks of `known_failures` are killed first. The root cause is the failure lowest in `cascade_order`, then rank.
         """
+        self._spare_audits.end_generation()
         failures, last_seen = {f.rank: f for f in known_failures}, self._health.list_last_seen(self._poller.seen_at)
         for failure in known_failures:
             self._health.kill_rank(failure.node_id, failure.rank)
@@ -328,17 +347,16 @@ class RayWorkerGroup:
                     self._pool.replace_worker(self._workers[stuck])
                 return error
             failures.setdefault(rank, error)
-        self._explain_deaths(failures)
-        self._attribute_out_of_step(failures)
+        explain_deaths(failures, self._health, self._build_failure)
+        attribute_out_of_step(failures, self._broken_calls, self._build_failure)
+        attribute_disagreement(failures, self._spare_audits, self._pool.ready, self._build_failure)
         root_cause = min(failures.values(), key=lambda failure: (cascade_order(failure), failure.rank))
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
         for rank in root_cause.ranks:
-            self._pool.replace_worker(self._workers[rank])
+            if failures[rank].kind != DISPUTED:
+                self._pool.replace_worker(self._workers[rank])
         left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}
-        if len({worker.info["node_id"] for worker in self._workers}) > 1:
-            avoided = {failure.node_id for failure in failures.values() if failure.kind in AVOIDED_KINDS}
-            self._pool.drain_monitor.avoid(avoided)  # for Ray they are alive
-            left_nodes |= avoided
+        left_nodes |= self._pool.avoid_nodes(f.node_id for f in failures.values() if f.kind in AVOIDED_KINDS)
         if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
             left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))
         for node_id in left_nodes:
@@ -368,22 +386,6 @@ class RayWorkerGroup:
             pending = [ref for ref in pending if self._rank_of_run[ref] not in lost]
         silent, reason = (self._rank_of_run[ref] for ref in pending), f"did not end within {settle_s:g} s"
         return failures | {rank: self._build_failure(rank, "silent", reason) for rank in silent}
-
-    def _explain_deaths(self, failures: dict[int, WorkerFailedError]) -> None:
-        """Tell crashes and the work of the kernel's out-of-memory killer from other deaths."""
-        dead_ranks = {rank for rank, failure in failures.items() if failure.kind == "died"}
-        reports = self._health.explain_deaths() if dead_ranks else {}
-        for rank in dead_ranks & reports.keys():
-            failures[rank] = self._build_failure(rank, reports[rank].kind, reports[rank].reason)
-            failures[rank].stacks = reports[rank].stacks
-
-    def _attribute_out_of_step(self, failures: dict[int, WorkerFailedError]) -> None:
-        """Attribute failures that are broken collectives only to the ranks that called a different collective."""
-        cascade = all(error.kind == "raised" and cascade_order(error) == CONSEQUENCE for error in failures.values())
-        if cascade and (fault := attribute_fault(self._broken_calls)):
-            for rank in fault.ranks:
-                failures[rank] = self._build_failure(rank, fault.kind, failures[rank].reason)
-                failures[rank].operation = fault.operation
 
     def _build_failure(self, rank: int, kind: str, reason: str) -> WorkerFailedError:
         info = self._workers[rank].info

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
-from raytrain_hpc.elastic.audit_verdict import FAULTY_DEVICE, SUSPECTED
+from raytrain_hpc.elastic.audit_verdict import DISPUTED, FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.death_report import CRASHED, OUT_OF_MEMORY
 from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
@@ -22,6 +22,7 @@ _PRIMARY_KINDS = (
     LINK_DOWN,
     FAULTY_DEVICE,
     SUSPECTED,
+    DISPUTED,
     "corrupt",
     "slow",
     "deadlocked",

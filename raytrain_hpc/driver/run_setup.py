@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -378,17 +379,21 @@ def find_newest_checkpoint(
 
     `check`: see `CheckpointStore.find_newest_valid`.
 
-    Raises CheckpointCorruptedError if checkpoints exist but none is valid: the user decides whether to start over.
+    Raises CheckpointCorruptedError if checkpoints exist but none is valid: the user decides whether to start over. If
+    none is trusted because nothing after the start of the run is known to be right, it starts over: returns None.
     """
-    damaged_names: list[str] = []
+    damaged, untrusted = list[str](), list[str]()
 
-    def report_damage(path: Location, reason: str) -> None:
-        damaged_names.append(path.name)
-        warn(f"damaged checkpoint skipped: {path}: {reason}")
+    def report(names: list[str], what: str, path: Location, reason: str) -> None:
+        names.append(path.name)
+        warn(f"{what} skipped: {path}: {reason}")
 
-    newest = store.find_newest_valid(report_damage, check)
-    if newest is None and damaged_names:
+    newest = store.find_newest_valid(
+        partial(report, damaged, "damaged checkpoint"), check, partial(report, untrusted, "checkpoint")
+    )
+    if newest is None and (damaged or (untrusted and not store.is_only_start_trusted())):
+        names = ", ".join([*damaged, *untrusted])
         raise CheckpointCorruptedError(
-            f"{store.root}: none of its checkpoints is valid ({', '.join(damaged_names)}); remove them to start over"
+            f"{store.root}: none of its checkpoints is valid ({names}); remove them to start over"
         )
     return newest

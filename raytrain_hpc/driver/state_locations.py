@@ -8,7 +8,7 @@ from dataclasses import replace
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.worker_group import Worker
-from raytrain_hpc.elastic.audit_verdict import CORRUPT, FAULTY_DEVICE, SUSPECTED
+from raytrain_hpc.elastic.audit_verdict import CORRUPT, DISPUTED, FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.state_partition import (
     StatePart,
     assign_missing_parts,
@@ -20,7 +20,7 @@ from raytrain_hpc.runtime.control_channel import GenerationOutcome
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.shared_file import SnapshotHandles
 
-_CORRUPTION_KINDS = frozenset((CORRUPT, FAULTY_DEVICE, SUSPECTED, REPLICAS_DIFFER))
+_CORRUPTION_KINDS = frozenset((CORRUPT, FAULTY_DEVICE, SUSPECTED, DISPUTED, REPLICAS_DIFFER))
 
 
 class StateLocations:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -254,12 +254,35 @@ class ActorPool:
         for worker in self.spare_warmup.update([worker for worker in self.ready if worker not in occupied]):
             self.replace_worker(worker)
 
+    def list_warm_spares(self, members: Sequence[Worker]) -> list[Worker]:
+        """Return the ready workers that are no members and wait, after their warm-up."""
+        occupied = set(members)
+        return [
+            worker
+            for worker in self.ready
+            if worker not in occupied and worker.warmup.call is None and not worker.warmup.is_cold
+        ]
+
     def replace_worker(self, worker: Worker) -> None:
         """Kill an actor in any state. Its replacement is started by a later `poll_started` or `wait_for_workers`."""
         if worker in self.ready:
             self.ready.remove(worker)
             ray.kill(worker.actor, no_restart=True)
             self._vacant_slots.append(VacantSlot(time.monotonic(), worker.slot, worker.info["node_id"]))
+
+    def replace_faulty_spare(self, worker: Worker) -> None:
+        """Replace a spare that computes wrong, on another node if there are several."""
+        self.avoid_nodes([worker.info["node_id"]])
+        self.replace_worker(worker)
+
+    def avoid_nodes(self, node_ids: Iterable[str]) -> set[str]:
+        """Use these nodes no more, although Ray says that they are alive, and return them: none if there is only one.
+
+        Members that are there leave when the next generation begins.
+        """
+        avoided = set(node_ids) if len(self.nodes) > 1 else set()
+        self.drain_monitor.avoid(avoided)
+        return avoided
 
     def leave_node(self, node_id: str) -> None:
         """End all actors on a node that is lost or drained. Slots that belong to the node are given up.

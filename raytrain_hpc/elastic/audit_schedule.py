@@ -14,7 +14,7 @@ from math import ceil
 from raytrain_hpc.config.field import AUTO, Auto
 from raytrain_hpc.planner.layout import Layout
 
-_MAX_AUTO_COST = 0.01  # of the time of the steps, for audit_interval=auto
+MAX_AUTO_COST = 0.01  # of the time of the steps, for audit_interval=auto
 _RELATIVE_COST = 1.25  # of the passes of an audit, with hashes, over those of one microbatch in a step
 _REDUCTION_AND_UPDATE_COST = 1.0  # of the rest of an audit, over a step; less if its passes take most of the time
 
@@ -41,17 +41,19 @@ class AuditSchedule:
     """The audits of a run in one layout.
 
     `interval`: steps between two audits, 0: none. `ranks_per_unit`: ranks that compute their microbatches together,
-    since they share experts; those of one unit are audited by those of another, at the same places.
+    since they share experts; those of one unit are audited by those of another, at the same places. `more_steps`:
+    committed steps after which the next one is audited too.
     """
 
     interval: int
     seed: int
     microbatches_by_rank: tuple[range, ...]
     ranks_per_unit: int = 1
+    more_steps: frozenset[int] = frozenset()
 
     def is_due(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited."""
-        return self.interval > 0 and (step + 1) % self.interval == 0
+        return self.interval > 0 and ((step + 1) % self.interval == 0 or step in self.more_steps)
 
     @property
     def has_other_ranks(self) -> bool:
@@ -80,6 +82,11 @@ class AuditSchedule:
         microbatches = tuple(generator.choice(of_rank) for of_rank in self.microbatches_by_rank)
         return Audit(order[position], microbatches, number)
 
+    def get_slot(self, audit: Audit, layout: Layout, rank: int) -> int:
+        """Return the number of the audited microbatch of a rank of the layout among the microbatches that it owns."""
+        dp_rank = layout.get_dp_rank(rank)
+        return audit.microbatches[dp_rank] - self.microbatches_by_rank[dp_rank].start
+
     def list_arbitration_shifts(self, audit: Audit) -> list[int]:
         """Return the shifts of the passes that decide a mismatch: both ranks again, and a third one if there is one."""
         third = [shift for shift in self.shifts if shift != audit.shift]
@@ -91,7 +98,7 @@ def choose_interval(setting: int | Auto, microbatches_by_rank: Sequence[range]) 
     if setting != AUTO:
         return int(setting)
     fewest = min(len(of_rank) for of_rank in microbatches_by_rank)
-    return ceil((_RELATIVE_COST / fewest + _REDUCTION_AND_UPDATE_COST) / _MAX_AUTO_COST)
+    return ceil((_RELATIVE_COST / fewest + _REDUCTION_AND_UPDATE_COST) / MAX_AUTO_COST)
 
 
 def count_ranks_per_unit(layout: Layout) -> int:

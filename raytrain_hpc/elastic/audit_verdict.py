@@ -14,8 +14,8 @@ from typing import Literal
 from raytrain_hpc.elastic.model_replicas import Place
 
 # Kinds of failures: the state of a rank is wrong; it computes something wrong again when it is repeated; it is one of
-# several that could.
-CORRUPT, FAULTY_DEVICE, SUSPECTED = "corrupt", "faulty device", "suspected"
+# several that could; it and a spare disagree, and the run goes back to let other ranks decide.
+CORRUPT, FAULTY_DEVICE, SUSPECTED, DISPUTED = "corrupt", "faulty device", "suspected", "disputed"
 FaultKind = Literal["compute", "communication", "memory"]
 Entry = tuple[str, str, int]  # (kind: sent, received or contributed; label; hash), see parallel/computation_trace.py
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from raytrain_hpc.distributed.peer_links import count_timeouts, drop_incoming_packets
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall
 from raytrain_hpc.elastic.watchdog import Phase
+from raytrain_hpc.runtime.audit_sample import SampleStore
 from raytrain_hpc.runtime.heartbeat import Heartbeat
 from raytrain_hpc.runtime.published_memory import PublishedMemory
 from raytrain_hpc.snapshot.journal import SharedJournal
@@ -56,7 +57,8 @@ class ControlChannel:
         """Create a channel. `heartbeat`: receives phases and committed steps, if the worker is monitored."""
         self._heartbeat = heartbeat
         self._stop_event = stop_event or threading.Event()
-        self._pause_event = threading.Event()
+        self._pause_event, self._distrust_event = threading.Event(), threading.Event()
+        self.samples = SampleStore()
         self._abort: CollectiveAbort | None = None
         self._records: list[Record] = []
         self._committed_metrics: deque[Record] = deque(maxlen=_MAX_COMMITTED)
@@ -81,9 +83,20 @@ class ControlChannel:
         """Whether a pause was requested."""
         return self._pause_event.is_set()
 
+    def request_distrust(self) -> None:
+        """Request that the generation ends without its state after the current step: a spare disagrees with a rank."""
+        self._distrust_event.set()
+
+    @property
+    def distrust_requested(self) -> bool:
+        """Whether `request_distrust` was called."""
+        return self._distrust_event.is_set()
+
     def begin_generation(self) -> None:
         """Clear requests at the start of a generation. The driver repeats any that still apply."""
         self._pause_event.clear()
+        self._distrust_event.clear()
+        self.samples.begin()
         self._stop_event.clear()
         self.set_phase("building")
 

@@ -377,7 +377,8 @@ def _build_audit_callbacks(
     if audits is None:
         return []
     on_verified = snapshots.mark_verified, checkpointer.mark_verified
-    return [StateHashes(audits), UpdatedState(audits), AuditedState(audits.is_verified, replica_check, on_verified)]
+    audited_state = AuditedState(audits.is_verified, replica_check, on_verified)
+    return [audits.samples, StateHashes(audits), UpdatedState(audits), audited_state]
 
 
 def _after_rollback(optimizer: Optimizer, callback_state: CallbackState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,20 +15,23 @@ from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.planner.layout import Batching
 
 
-@dataclass(frozen=True)
-class StepRequests:
-    """What ranks ask for after a step: to stop or pause training, or to save a checkpoint."""
+class StepRequests(NamedTuple):
+    """What ranks ask for after a step: to stop or pause training, to save a checkpoint, or to distrust the state."""
 
     stop: bool = False
     pause: bool = False
     save: bool = False
+    distrust: bool = False
+
+
+_NUM_REQUESTS = len(StepRequests())
 
 
 @dataclass(frozen=True)
 class StepTotals:
     """Sums of one step over all ranks, on the device: reading them on the host waits for the device.
 
-    `totals`: fp64 [loss sum, valid tokens, ranks that ask to stop, to pause, to save].
+    `totals`: fp64 [loss sum, valid tokens, ranks that ask for each of `StepRequests`].
     `by_microbatch`: fp64 [V, 2], loss sum and valid tokens per logical microbatch.
     """
 
@@ -77,15 +81,15 @@ class LossReducer:
         """
         context, own = self._context, self._local_range
         if context.world_group is None:  # the same in fewer operations, which small models notice
-            asked = [float(request) for request in (requests.stop, requests.pause, requests.save)]
+            asked = [float(request) for request in requests]
             return StepTotals(torch.cat((sum_pairwise(losses), losses.new_tensor(asked))), losses)
-        flat = torch.zeros(math.prod(self._shape) + 3, dtype=torch.float64, device=context.device)
+        flat = torch.zeros(math.prod(self._shape) + _NUM_REQUESTS, dtype=torch.float64, device=context.device)
         # One row per logical microbatch, filled by one data-parallel rank, and one column per context-parallel rank.
         # Every element has at most one nonzero contribution, so the sum over ranks is exact in any order.
-        sums, counts = flat[:-3].view(self._shape), flat[-3:]
+        sums, counts = flat[:-_NUM_REQUESTS].view(self._shape), flat[-_NUM_REQUESTS:]
         torch.mul(losses[: len(own)], self._mask, out=sums[own.start : own.stop, context.coordinates["cp"]])
-        if requests.stop or requests.pause or requests.save:
-            counts.copy_(torch.tensor((requests.stop, requests.pause, requests.save)))
+        if any(requests):
+            counts.copy_(torch.tensor(requests))
         all_reduce(flat, context)
         by_microbatch = sums.sum(1)
         return StepTotals(torch.cat((sum_pairwise(by_microbatch), counts)), by_microbatch)

@@ -9,7 +9,7 @@ reduction of gradients, each rank also computes the sums of another one (paralle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -32,13 +32,11 @@ from raytrain_hpc.elastic.audit_verdict import (
 )
 from raytrain_hpc.elastic.model_replicas import ModelReplicas, Place
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders, choose_shift
-from raytrain_hpc.model.moe import Router
 from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
-from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.training.data_builder import Loader
-from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.rank_exchange import exchange_objects
 from raytrain_hpc.training.shard_computations import ShardComputations
+from raytrain_hpc.training.traced_passes import TracedPasses
 from raytrain_hpc.training.train_module import AnyBatch
 
 ReadMicrobatch = Callable[[int, int], AnyBatch]  # (step, number of a logical microbatch) -> microbatch
@@ -80,24 +78,19 @@ class PassAudits:
         self,
         schedule: AuditSchedule,
         context: ParallelContext,
-        model: ParallelModel,
-        model_step: ForwardBackward,
+        passes: TracedPasses,
         loader: Loader,
-        drop_gradients: Callable[[], None],
         is_aborted: Callable[[], bool],
         report: ReportFinding,
     ):
-        """`drop_gradients`: sets all gradients to None. `report`: takes transient faults, which all ranks find alike.
+        """`is_aborted`: whether collectives were aborted, which can return without an error, and anything.
 
-        `is_aborted`: whether collectives were aborted, which can return without an error, and anything.
+        `report`: takes transient faults, which all ranks find alike.
         """
-        self._schedule, self._context, self._model_step, self._loader = schedule, context, model_step, loader
-        self._drop_gradients, self._is_aborted, self._report = drop_gradients, is_aborted, report
+        self._schedule, self._context, self._passes, self._loader = schedule, context, passes, loader
+        self._is_aborted, self._report = is_aborted, report
         self._replicas, self._holders = ModelReplicas(context.layout), ShardHolders(context.layout)
         self._dp_rank = context.layout.get_dp_rank(context.rank)
-        self._expert_peers = self._replicas.get_expert_peers(context.rank)
-        modules = [submodule for module in model.modules.values() for submodule in module.modules()]
-        self._routers = [module for module in modules if isinstance(module, Router)]
 
     def run(self, step: int, train: Callable[[bool], Tensor], read: ReadMicrobatch) -> Tensor:
         """Run the passes of an audited step by `train`, and return its result. Collective over all ranks.
@@ -108,11 +101,13 @@ class PassAudits:
         GenerationAbortedError if collectives were aborted meanwhile.
         """
         audit, findings, began = self._schedule.plan(step), list[Finding](), 0.0
-        sums = self._make_sum_computations()
+        sums, context = self._make_sum_computations(), self._context
         for attempt in range(MAX_ATTEMPTS):
             audited = self._recompute(step, audit, audit.shift, read)
             traces_of_sums = self._make_traces_of_sums(audit.number + attempt % 2)
-            losses, own = self._train(audit, partial(train, attempt > 0), traces_of_sums)
+            get_slot = partial(self._schedule.get_slot, audit, context.layout)
+            losses, traces = self._passes.train(get_slot, partial(train, attempt > 0), traces_of_sums)
+            own = _Passes(0, traces)
             self._gather_totals([own, audited])
             sums_differ = sums.add(traces_of_sums)
             self.raise_if_aborted()
@@ -127,7 +122,7 @@ class PassAudits:
                 sums = self._make_sum_computations()  # the next attempt has other contributions
             elif not sums.has_differed or attempt == MAX_ATTEMPTS - 1:
                 break
-            self._drop_gradients()
+            self._passes.drop_gradients()
         findings += self.judge(step, sums)
         for finding in findings:
             self._report(step, finding, began)
@@ -169,17 +164,6 @@ class PassAudits:
             traces[kind] = ShardTraces(shard_shift, copy_shift)
         return traces
 
-    def _train(
-        self, audit: Audit, train: Callable[[], Tensor], sums: Mapping[ParameterKind, ShardTraces]
-    ) -> tuple[Tensor, _Passes]:
-        """Run the passes of the step. Return the losses of this rank's microbatches, and the traces of the audited."""
-        slots = [self._get_slot(audit, peer) for peer in self._expert_peers]
-        own_source = self._expert_peers.index(self._context.rank)
-        with self._context.tracer.trace(slots, own_source, sums=sums) as traces:
-            losses = train()
-            traces[0].add("contributed", "loss", losses[self._get_slot(audit, self._context.rank)])
-        return losses, _Passes(0, traces)
-
     def raise_if_aborted(self) -> None:
         """Raise GenerationAbortedError if collectives were aborted: what they returned means nothing."""
         if self._is_aborted():
@@ -187,15 +171,7 @@ class PassAudits:
 
     def _recompute(self, step: int, audit: Audit, shift: int, read: ReadMicrobatch) -> _Passes:
         """Run the passes of a shift, and drop their gradients."""
-        batch, slots = self._read(step, audit, shift, read), [0] * len(self._expert_peers)
-        own_source = self._expert_peers.index(self._context.rank)
-        with self._context.tracer.trace(slots, own_source, drop=True) as traces:
-            sums = self._model_step.recompute(step, batch)
-            traces[0].add("contributed", "loss", sums)
-        self._drop_gradients()
-        for router in self._routers:
-            router.load.zero_()
-        return _Passes(shift, traces)
+        return _Passes(shift, self._passes.recompute(step, self._read(step, audit, shift, read)))
 
     def _read(self, step: int, audit: Audit, shift: int, read: ReadMicrobatch) -> AnyBatch:
         owner = audit.get_owner(self._dp_rank, shift)
@@ -205,11 +181,6 @@ class PassAudits:
         auditor, owner_rank = self._replicas.move(rank, -shift), self._replicas.move(rank, shift)
         received: AnyBatch = exchange_objects(batch, auditor, owner_rank, self._context.device)
         return received
-
-    def _get_slot(self, audit: Audit, rank: int) -> int:
-        """Return the number of the audited microbatch of a rank among its microbatches."""
-        dp_rank = self._context.layout.get_dp_rank(rank)
-        return audit.microbatches[dp_rank] - self._schedule.microbatches_by_rank[dp_rank].start
 
     def _gather_totals(self, passes: Sequence[_Passes]) -> None:
         """Exchange a hash of each trace with all ranks."""
@@ -233,7 +204,7 @@ class PassAudits:
         self, step: int, audit: Audit, passes: Sequence[_Passes], owners: Sequence[int], read: ReadMicrobatch
     ) -> list[Finding]:
         """Compute the audited microbatches again, and return who is at fault. The step's gradients are dropped."""
-        self._drop_gradients()
+        self._passes.drop_gradients()
         repeated = [
             self._recompute(step, audit, shift, read) for shift in self._schedule.list_arbitration_shifts(audit)
         ]

@@ -27,8 +27,7 @@ def build_state(
     The state refers to the live tensors; it holds no copies. Call once per generation, when the model is parallelized.
     """
     slices = [ParameterSlice(model, name) for name in model.parameters]
-    shards = [shard for weight in slices for shard in weight.make_shards("model", weight.tensor)]
-    shards += [StateShard.from_tensor(f"model.{name}", buffer) for name, buffer in list_persistent_buffers(model)]
+    shards = [*build_weights(model)]
     for kind, moments in optimizer.moments.items():
         trained_slices = [weight for weight in slices if weight.name in moments]
         shards += [
@@ -46,6 +45,14 @@ def build_state(
     if recent_losses is not None:
         shards.append(StateShard.from_tensor(RECENT_LOSSES, recent_losses))
     return ShardedState([*shards, *callback_shards])
+
+
+def build_weights(model: ParallelModel) -> ShardedState:
+    """Return this rank's part of the weights and persistent buffers, as part of the state."""
+    slices = [ParameterSlice(model, name) for name in model.parameters]
+    shards = [shard for weight in slices for shard in weight.make_shards("model", weight.tensor)]
+    buffers = list_persistent_buffers(model)
+    return ShardedState([*shards, *(StateShard.from_tensor(f"model.{name}", buffer) for name, buffer in buffers)])
 
 
 class ParameterSlice:

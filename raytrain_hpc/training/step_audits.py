@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
 from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
+from raytrain_hpc.elastic.spare_audit_schedule import SpareAuditSchedule, choose_spare_interval, get_unit_layout
 from raytrain_hpc.errors import CallbackError, ConfigError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
 from raytrain_hpc.optim.muon import Muon
@@ -38,7 +39,9 @@ from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.pass_audits import MAX_ATTEMPTS, AuditMismatchError, PassAudits, ReadMicrobatch
 from raytrain_hpc.training.shard_computations import ShardComputations
 from raytrain_hpc.training.shard_recomputation import ShardRecomputation
+from raytrain_hpc.training.spare_samples import SpareSamples
 from raytrain_hpc.training.state_builder import find_norm_regions, list_persistent_buffers
+from raytrain_hpc.training.traced_passes import TracedPasses
 from raytrain_hpc.training.update_audits import UpdateAudits
 
 
@@ -59,10 +62,12 @@ def build_audits(
     interval = choose_interval(spec.config.fault.audit_interval, microbatches)
     if not interval or not isinstance(norm, ExactGradientNorm):
         return None
-    schedule = AuditSchedule(interval, spec.config.run.seed, microbatches, count_ranks_per_unit(spec.layout))
+    more_steps = frozenset([spec.start_step] if spec.audits_first_step else [])
+    ranks_per_unit = count_ranks_per_unit(spec.layout)
+    schedule = AuditSchedule(interval, spec.config.run.seed, microbatches, ranks_per_unit, more_steps)
     report, optimizer = partial(_report, emit), model_update.optimizer
-    drop_gradients, is_aborted = optimizer.zero_grad, partial(_is_aborted, control)
-    passes = PassAudits(schedule, context, model, model_step, loader, drop_gradients, is_aborted, report)
+    traced_passes = TracedPasses(context, model, model_step, optimizer.zero_grad)
+    passes = PassAudits(schedule, context, traced_passes, loader, partial(_is_aborted, control), report)
     buffers = {f"model.{name}" for name, _ in list_persistent_buffers(model)}
     memory = MemoryAudits(state, buffers, optimizer.get_gradients, optimizer.release_memory, context.device)
     experts = get_expert_parameters(model.modules.values())
@@ -70,7 +75,11 @@ def build_audits(
     recomputation = ShardRecomputation(context, regions, experts)
     matrices = MatrixAudits(recomputation, optimizer, context) if isinstance(optimizer, Muon) else None
     update = UpdateAudits(recomputation, optimizer, norm)
-    return StepAudits(schedule, passes, memory, update, matrices, context, report)
+    spare_interval = choose_spare_interval(spec.config, microbatches)
+    unit = get_unit_layout(spec.config, spec.layout)
+    spare_schedule = SpareAuditSchedule(replace(schedule, interval=spare_interval), spec.layout, unit)
+    samples = SpareSamples(spare_schedule, context, traced_passes, state, loader, control.samples)
+    return StepAudits(schedule, passes, memory, update, matrices, samples, context, report)
 
 
 def _find_regions_of_first_holders(
@@ -98,6 +107,7 @@ class StepAudits:
     memory: MemoryAudits
     update: UpdateAudits
     matrices: MatrixAudits | None  # with Muon only
+    samples: SpareSamples
     context: ParallelContext
     report: Callable[[int, Finding, float], None]
     _audited_step: int = -1  # whose passes have run last
@@ -156,6 +166,11 @@ class StepAudits:
         losses = self.passes.run(step, train, read)
         self.memory.record_gradients()
         return losses
+
+    def run_other_passes(self, step: int, train: Callable[[bool], Tensor], read: ReadMicrobatch) -> Tensor:
+        """Run the passes of a step that is not audited by `train`, with a sample for spares if that is due."""
+        run = partial(train, False)
+        return self.samples.run_passes(step, run, read) if self.samples.is_due(step) else run()
 
     def have_gradients_changed(self, step: int) -> bool:
         """Return whether reduced gradients of an audited step have changed in memory, or differ between their copies.

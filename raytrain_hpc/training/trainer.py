@@ -22,6 +22,7 @@ from raytrain_hpc.training.forward_backward import ForwardBackward
 from raytrain_hpc.training.loss_reduction import LossReducer, StepRequests, StepTotals
 from raytrain_hpc.training.model_update import ModelUpdate
 from raytrain_hpc.training.snapshot_manager import SnapshotManager
+from raytrain_hpc.training.spare_samples import StateDistrustedError
 from raytrain_hpc.training.step_audits import StepAudits
 from raytrain_hpc.training.step_completion import StepCompletion, TrainOutcome
 from raytrain_hpc.training.step_guard import StepGuard
@@ -152,6 +153,8 @@ class Trainer:
         loss, norm, requests = totals.read(grad_norm)
         self.raise_if_aborted()
         self.metrics.report_step()  # all ranks have passed `wait_for_background_copies`
+        if requests.distrust:
+            raise StateDistrustedError(step)
         return StepResult(loss, norm, requests, reader.seconds, totals)
 
     def _run_passes(self, step: int, reader: _TimedReader) -> Tensor:
@@ -161,10 +164,12 @@ class Trainer:
             own = replace(reader, read_microbatch=self.loader.reread) if again else reader
             return self.model_step.train(step, self.loss_reducer.num_local_microbatches, own.read)
 
-        if self.audits is None or not self.audits.is_due(step):
+        if self.audits is None:
             return train(False)
-        self.control.set_phase("saving")  # all state is read
         other = replace(reader, read_microbatch=self.loader.read_microbatch)
+        if not self.audits.is_due(step):
+            return self.audits.run_other_passes(step, train, lambda step, microbatch: other.read(microbatch))
+        self.control.set_phase("saving")  # all state is read
         return self.audits.run_passes(step, train, lambda step, microbatch: other.read(microbatch))
 
     def _clip_gradients(self, step: int, num_tokens: Tensor) -> Tensor | None:
@@ -197,7 +202,12 @@ class Trainer:
     def reduce_losses_and_requests(self, losses: Tensor) -> StepTotals:
         """Sum losses, token counts, and requests to stop or pause over all ranks, in one all-reduce."""
         control = self.control
-        requests = StepRequests(control.stop_requested, control.pause_requested, self.checkpointer.is_time_due())
+        requests = StepRequests(
+            control.stop_requested,
+            control.pause_requested,
+            self.checkpointer.is_time_due(),
+            control.distrust_requested,
+        )
         return self.loss_reducer.reduce(losses, requests)
 
     def retry_step(self, step: int, first_result: StepResult) -> tuple[StepResult, bool]:

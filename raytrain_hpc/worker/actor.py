@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from raytrain_hpc.data.samples.sample_dataset import SampleDataset
     from raytrain_hpc.distributed.rendezvous import Rendezvous
     from raytrain_hpc.elastic.fault_attribution import CollectiveCall
+    from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit
+    from raytrain_hpc.runtime.audit_sample import AuditSample, Traces
     from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
     from raytrain_hpc.training.step_completion import TrainOutcome
@@ -129,6 +131,35 @@ class WorkerActor:
 
             run_warmup_step(self._resolve_dataset(spec), self._device)
             self._is_warmed_up = True
+
+    def audit(
+        self,
+        spec: WorkerSpec,
+        audit: SpareAudit,
+        rank: int,
+        rendezvous: Rendezvous | None,
+        batch: bytes,
+        indexes: list[dict[str, Any]],
+        blocks: list[Any],
+    ) -> Traces | None:
+        """Compute a microbatch of a step again, as a spare, and return its traces; None if `cancel_warmup` ended it.
+
+        `rank`: among the spares of the audit. `indexes`, `blocks`: the weights, by source; references to the blocks.
+        See `training.spare_audit.compute_again`.
+        """
+        from raytrain_hpc.distributed.process_groups import destroy_process_groups
+        from raytrain_hpc.training.spare_audit import AuditCancelledError, compute_again
+
+        spec, weights = self._resolve_dataset(spec), list(zip(indexes, ray.get(blocks), strict=True))
+        try:
+            return compute_again(
+                *(spec, audit, rank, self._device, rendezvous, weights, batch),
+                lambda: spec.generation <= self._cancelled_warmup,
+            )
+        except AuditCancelledError:
+            return None
+        finally:
+            destroy_process_groups()
 
     def collect_host_info(self, path: str, marker: str, driver: tuple[str, int]) -> dict[str, Any]:
         """Return facts about this process and its host; see `worker.host_info`."""
@@ -251,9 +282,19 @@ class WorkerActor:
         """Return the metrics of the steps after `after_step` that are still in memory."""
         return self._control.recall_metrics(after_step)
 
+    @ray.method(concurrency_group="control", num_returns=2)
+    def take_sample(self, after_step: int) -> tuple[AuditSample | None, Any]:
+        """Return the last sample for audits by spares, and its weights; see `SampleStore.take`."""
+        return self._control.samples.take(after_step)
+
+    @ray.method(concurrency_group="control")
+    def request_distrust(self) -> None:
+        """End this generation after the current step, without its state."""
+        self._control.request_distrust()
+
     @ray.method(concurrency_group="control")
     def cancel_warmup(self, generation: int) -> None:
-        """Cut the warm-up for this generation short, because the worker becomes a rank. Works before its start too."""
+        """Cut a warm-up or audit of this generation short: the worker becomes a rank. Works before its start too."""
         self._cancelled_warmup = generation
 
     @ray.method(concurrency_group="control")

@@ -22,6 +22,7 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.shard_io import read_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.driver.run_setup import find_newest_checkpoint
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError, LeaseLostError
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
@@ -142,6 +143,21 @@ def test_publishing_a_step_again_replaces_its_checkpoint(store, ranks):
     assert (checkpoint.generation, len(checkpoint.files), skipped) == (2, 2, [])
     assert_content(checkpoint, ranks)
     assert [path.name for path in store.root.iterdir()] == ["step-00000007"]
+
+
+def test_a_run_starts_over_if_nothing_after_its_start_is_trusted(store, ranks):
+    for step in (10, 20):
+        ranks.publish(store, step, generation=2)
+    warnings: list[str] = []
+    store.distrust(5, 2, "the last audit")
+    with pytest.raises(CheckpointCorruptedError, match="step-00000020, step-00000010.* remove them to start over"):
+        find_newest_checkpoint(store, warnings.append)
+    store.distrust(0, 2, "no audit yet")
+    assert find_newest_checkpoint(store, warnings.append) is None
+    assert warnings[-1].startswith("checkpoint skipped: ")
+    (ranks.publish(store, 30, generation=3) / "rank-00000.safetensors").unlink()
+    with pytest.raises(CheckpointCorruptedError, match="remove them to start over"):
+        find_newest_checkpoint(store, warnings.append)
 
 
 def test_checkpoints_that_may_be_spoilt_are_skipped_until_they_are_saved_again(store, ranks):
@@ -271,6 +287,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from conftest import FakeRanks
 from raytrain_hpc.checkpoint.store import CheckpointStore
+from raytrain_hpc.driver.run_setup import find_newest_checkpoint
 
 def publish_forever():
     store = CheckpointStore(Path(sys.argv[1]))

@@ -1,0 +1,51 @@
+"""Explanation of the failures of a generation: what the kernel, the last collectives and spares know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from raytrain_hpc.driver.health_monitor import HealthMonitor
+from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
+from raytrain_hpc.driver.spare_audits import SpareAudits
+from raytrain_hpc.driver.worker_group import Worker
+from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault
+from raytrain_hpc.errors import WorkerFailedError
+
+Failures = dict[int, WorkerFailedError]  # by rank
+BuildFailure = Callable[[int, str, str], WorkerFailedError]  # (rank, kind, reason)
+
+
+def explain_deaths(failures: Failures, health: HealthMonitor, build: BuildFailure) -> None:
+    """Tell crashes and the work of the kernel's out-of-memory killer from other deaths, in place."""
+    dead_ranks = {rank for rank, failure in failures.items() if failure.kind == "died"}
+    reports = health.explain_deaths() if dead_ranks else {}
+    for rank in dead_ranks & reports.keys():
+        failures[rank] = build(rank, reports[rank].kind, reports[rank].reason)
+        failures[rank].stacks = reports[rank].stacks
+
+
+def attribute_out_of_step(
+    failures: Failures, broken_calls: Mapping[int, Sequence[CollectiveCall]], build: BuildFailure
+) -> None:
+    """Attribute failures that are broken collectives only to the ranks that called a different one, in place."""
+    cascade = all(error.kind == "raised" and cascade_order(error) == CONSEQUENCE for error in failures.values())
+    if cascade and (fault := attribute_fault(broken_calls)):
+        for rank in fault.ranks:
+            failures[rank] = build(rank, fault.kind, failures[rank].reason)
+            failures[rank].operation = fault.operation
+
+
+def attribute_disagreement(
+    failures: Failures, spare_audits: SpareAudits, workers: Sequence[Worker], build: BuildFailure
+) -> None:
+    """Attribute the end of a generation in which a spare disagreed with a rank to that rank, in place.
+
+    State from after the step that they disagree about is forgotten, even if ranks have audited a later one.
+    """
+    found = spare_audits.explain_end({failure.kind for failure in failures.values()})
+    if found is None:
+        return
+    failures[found.rank] = build(found.rank, found.kind, found.reason)
+    failures[found.rank].trusted_step = found.trusted_step
+    for worker in workers:
+        worker.states = tuple(part for part in worker.states if part.step <= found.trusted_step)
