@@ -72,7 +72,7 @@ class RayWorkerGroup:
         self._microbatch_counts: list[int] = []  # of each rank, per step
         self._poller = RecordPoller([], lambda record: None)
         self._broken_calls: dict[int, Sequence[CollectiveCall]] = {}  # rank -> its last collectives, if it failed
-        self._spare_audits = SpareAudits(store.create_rendezvous)
+        self._spare_audits = SpareAudits(store)
 
     def start(self) -> None:
         """Start the actors, and an agent per node. Raises ClusterError past cluster.start_timeout."""

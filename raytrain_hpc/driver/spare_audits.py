@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
 from raytrain_hpc.driver.ray_messages import extract_last_line
+from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.worker_group import Worker
 from raytrain_hpc.elastic.audit_verdict import DISPUTED, FAULTY_DEVICE, SUSPECTED, Finding
 from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit, choose_spare_interval, get_unit_layout
@@ -64,9 +64,9 @@ class SpareAudits:
     `disagreement`: the last one, until it is settled. Its ranks are to go back to a state from before it.
     """
 
-    def __init__(self, create_rendezvous: Callable[[int], Rendezvous]):
-        """`create_rendezvous`: returns that of a number; audits use those below 0."""
-        self._create_rendezvous = create_rendezvous
+    def __init__(self, store: RendezvousStore):
+        """`store`: where spares meet, under the numbers below 0 instead of generations."""
+        self._store = store
         self._on_record: Callable[[Record], None] = _ignore_record
         self._spec_ref: Any = None
         self._generation, self._interval, self._num_spares, self._num_calls = 0, 0, 0, 0
@@ -95,7 +95,8 @@ class SpareAudits:
         if self._running is not None:
             for spare in self._running.spares:
                 spare.actor.cancel_warmup.remote(self._generation)
-                spare.actor.abort.remote()  # others of the audit may have left already
+            if len(self._running.spares) > 1:
+                self._store.abort_generation(-self._num_calls)  # some may have left before they met
         self._running, self._requests = None, []
         if self._num_equal:
             text = f"audits  spares have computed {self._num_equal} microbatches again, with the bits of the ranks"
@@ -157,6 +158,8 @@ class SpareAudits:
         audit = samples[0][0].audit
         if {sample.rank for sample, _ in samples} != {*audit.ranks, *audit.sources} or len(idle) < self._num_spares:
             return  # some ranks have a sample of a later step by now
+        if self.disagreement is not None and audit.step > self.disagreement.audit.step:
+            self.disagreement = None  # its step was not audited again
         self._running = _RunningAudit(samples, idle[: self._num_spares], [], time.time())
         self._settle(self._running)
         self._start_calls(self._running)
@@ -166,7 +169,7 @@ class SpareAudits:
         batches = {sample.rank: sample.batch for sample, _ in running.samples}
         sources = [(sample.index, weights) for sample, weights in running.samples if sample.index is not None]
         indexes, weights = [index for index, _ in sources], [block for _, block in sources]
-        rendezvous = self._create_rendezvous(-self._num_calls) if len(running.spares) > 1 else None
+        rendezvous = self._store.create_rendezvous(-self._num_calls) if len(running.spares) > 1 else None
         running.calls = [
             spare.actor.audit.remote(
                 *(self._spec_ref, running.audit, position, rendezvous),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from raytrain_hpc.distributed.process_groups import ParallelContext, init_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
@@ -58,23 +59,23 @@ def compute_again(
 
     `spec`: of the generation that is audited. `rank`: of this spare among those of the audit. `weights`: of all
     sources. `batch`: the microbatch if this process cannot read it, else empty. Call in a process without process
-    groups; the caller destroys those that this creates. Raises AuditCancelledError if `is_cancelled` returns True
-    before the passes.
+    groups; the caller destroys those that this creates. Raises AuditCancelledError on all spares if `is_cancelled`
+    returns True on one before its passes, and GenerationAbortedError if one did not come to the rendezvous.
     """
-    _raise_if(is_cancelled)
+    _raise_if(is_cancelled())
     spec = replace(spec, layout=audit.layout, memory_step=audit.step)  # weights stay uninitialized
     with keep_generators(device):
         context = init_process_groups(rendezvous, rank, audit.layout, device, **get_group_options(spec))
         train_module = build_train_module(spec, context)
         model = build_model(train_module, spec, context)
-        _raise_if(is_cancelled)
+        _raise_if(_is_any(is_cancelled(), context))
         _load_weights(model, weights, device)
         statistics = build_running_statistics(train_module, model, spec, context)
         timers = PhaseTimer(device)
         model_step = build_forward_backward(train_module, model, spec, context, timers, statistics, _ignore_record)
         passes = TracedPasses(context, model, model_step, lambda: _drop_gradients(model))
         microbatch = _read(spec, audit, context, batch)
-        _raise_if(is_cancelled)
+        _raise_if(_is_any(is_cancelled(), context))
         traces = passes.recompute(audit.step, microbatch)
     return tuple(tuple(trace.to_entries()) for trace in traces)
 
@@ -100,9 +101,17 @@ def _drop_gradients(model: ParallelModel) -> None:
         parameter.grad = None
 
 
-def _raise_if(is_cancelled: Callable[[], bool]) -> None:
-    if is_cancelled():
+def _raise_if(is_cancelled: bool) -> None:
+    if is_cancelled:
         raise AuditCancelledError("the spare becomes a rank")
+
+
+def _is_any(is_cancelled: bool, context: ParallelContext) -> bool:
+    """Return whether a spare of the audit is cancelled. They must leave together: others would wait for it."""
+    num_cancelled = torch.tensor([float(is_cancelled)], device=context.device)
+    if context.world_group is not None:
+        dist.all_reduce(num_cancelled, group=context.world_group)
+    return bool(num_cancelled.item())
 
 
 def _ignore_record(record: Record) -> None:

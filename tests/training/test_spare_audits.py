@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from examples import custom_module
-from raytrain_hpc.runtime.audit_sample import AuditSample
+from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit
+from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.runtime.audit_sample import AuditSample, SampleStore
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.builder import build_trainer
-from raytrain_hpc.training.spare_audit import compute_again
+from raytrain_hpc.training.spare_audit import AuditCancelledError, compute_again
+from tests.data.samples import image_task, stream_task
+from tests.data.samples.test_streams import make_images
 from tests.training.elastic_runs import BASE, MODELS
 from tests.training.normalized_bigram import build_normalized_bigram
 from tests.training.test_step_audits import LAYOUTS
@@ -71,7 +76,7 @@ def test_spares_compute_the_same_bits_as_the_ranks(pool: WarmPool, layout: str) 
         ["parallel.zero=3", "parallel.tile_mib=0.001", "cluster.workers=3"],
         ["parallel.zero=3", "parallel.quantize=weights"],
         ["parallel.zero=3", "train.dtype=float8", "cluster.workers=3"],
-        ["parallel.zero=1", "train.dtype=bf16", "parallel.dp_replicate=2", "cluster.workers=8"],
+        ["parallel.zero=1", "train.dtype=bf16", "parallel.dp_replicate=2", "cluster.workers=6"],
         ["parallel.activation_offload=cpu", "parallel.activation_checkpointing=selective", "parallel.offload=cpu"],
         ["train.compile=true", "parallel.tp=2", "cluster.workers=4"],
         ["model.tie_embeddings=true", "parallel.pp=2", "cluster.workers=4"],
@@ -89,3 +94,51 @@ def test_spares_compute_modules_of_users(pool: WarmPool, build: Any) -> None:
     custom = CustomModel(build, custom_module.loss)
     expected, computed = run_audit(pool, ["cluster.workers=3", "model.dropout=0"], steps=3, custom=custom)
     assert computed == expected
+
+
+@pytest.mark.parametrize("make_dataset", [stream_task.PlainStream, lambda: stream_task.deal_images, image_task.Images])
+def test_spares_get_batches_that_they_cannot_read(pool: WarmPool, make_dataset: Any) -> None:
+    """Streams have one position, which belongs to the ranks."""
+    words = ["cluster.workers=2", "parallel.zero=2", "model.dropout=0"]
+    expected, computed = run_audit(pool, words, custom=make_images(make_dataset()))
+    assert computed == expected
+
+
+def cancel(rank: int, rendezvous: Any, spec: Any, num_checks: int) -> list[str]:
+    """Audit on two spares of which the first is cancelled at its n-th check; return how it ends."""
+    layout, checks = Layout(tp=2), iter(range(10))
+    plan = SpareAudit(0, layout, (0, 1), (0,), (0,))
+    try:
+        is_cancelled = (lambda: next(checks) >= num_checks) if rank == 0 else (lambda: False)
+        compute_again(replace(spec, layout=layout), plan, rank, CPU, rendezvous, [], b"", is_cancelled)
+    except AuditCancelledError:
+        return ["cancelled"]
+    return ["computed"]
+
+
+def test_spares_of_an_audit_are_cancelled_together(pool: WarmPool) -> None:
+    config = make_small_config(None, *BASE, *LLAMA, "cluster.workers=4", "parallel.tp=2", *SAMPLED)
+    spec = make_worker_spec(config, 4, steps_to=2)
+    assert pool.call(cancel, 2, spec, 1) == [["cancelled"]] * 2
+
+
+class WatchedBlock:
+    """A block of weights that notes whether the next sample may begin while it is copied."""
+
+    def __init__(self, store: SampleStore):
+        self._store, self.can_begin = store, True
+
+    def copy(self) -> WatchedBlock:
+        self.can_begin = self._store.begin()
+        return self
+
+
+def test_a_sample_is_not_overwritten_while_it_is_read() -> None:
+    store, plan = SampleStore(), SpareAudit(4, Layout(), (0,), (0,), (0,))
+    assert store.take(-1) == (None, None) and store.begin()
+    block: Any = WatchedBlock(store)
+    store.put(AuditSample(plan, 0, index={}), block)
+    assert store.take(4) == (None, None) and block.can_begin
+    sample, taken = store.take(3)
+    assert sample is not None and sample.audit is plan and taken is block and not block.can_begin
+    assert store.begin() and store.take(-1) == (None, None)
