@@ -262,6 +262,9 @@ EXTENDED_TESTS: dict[tuple[str, str], str] = {  # file and name of tests that on
     ("driver/test_ray_data", "test_full_object_store_does_not_change_the_losses"): (
         "driver/fault_matrix; the other tests"
     ),
+    ("driver/test_ray_faults", "test_a_persistent_fault_is_found_within_the_automatic_interval"): (
+        "the other audits of the file; elastic/test_audit_schedule"
+    ),
     ("driver/test_ray_faults", "test_resize_changes_the_number_of_workers"): (
         "driver/test_growing_cluster, cli/test_resize, callbacks/test_callbacks_on_a_cluster"
     ),
@@ -273,6 +276,9 @@ EXTENDED_TESTS: dict[tuple[str, str], str] = {  # file and name of tests that on
     ("driver/test_trial_slots", "test_a_sweep_starts_one_ray_for_all_trials"): ("the other tests of the file"),
     ("driver/test_two_nodes", "test_a_node_whose_network_is_down_is_left"): (
         "driver/test_network_partition; a link that is down in driver/test_ray_faults; elastic/test_link_attribution"
+    ),
+    ("driver/test_two_nodes", "test_the_node_of_a_rank_that_computes_wrong_is_left"): (
+        "audits in driver/test_ray_faults; nodes that are left in driver/test_network_partition"
     ),
     ("driver/test_two_nodes", "test_neighboring_ranks_share_a_node"): (
         "a node is lost in the same file: neighboring ranks share a node; planner/test_placement"

@@ -17,6 +17,7 @@ from torch import nn
 
 import raytrain_hpc as rt
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.elastic.audit_schedule import choose_interval
 from raytrain_hpc.errors import ConfigError, RunFailedError
 from tests.driver.cli_process import count_steps, curve_point, read_curve, wait_until
 from tests.driver.throttle import throttle
@@ -277,3 +278,21 @@ def test_exception_is_attributed_to_its_own_rank(ray_cluster: None, tmp_path: Pa
     assert incident["pid"] == read_pids(tmp_path)[1]
     assert incident["recovered_s"] is None and incident["steps_lost"] is None
     assert not run.running
+
+
+def test_a_persistent_fault_is_found_within_the_automatic_interval(ray_cluster: None, tmp_path: Path) -> None:
+    """The rank is replaced, and all steps since the last clean audit are trained again, with the same losses."""
+    steps, interval = 480, choose_interval("auto", [range(1)])
+    first, second = interval, 2 * interval
+    words = ["cluster.workers=3", "cluster.min_workers=3", f"train.steps={steps}", "train.global_batch_size=3"]
+    words += ["checkpoint.interval=0", "model.hidden_size=16", "eval.interval=0"]
+    rt.train(make_config(tmp_path / "clean", *words), quiet=True)
+    fault = f"fault.inject=[{{kind: bitflip_activation, rank: 1, step: {first + 25}, bit: 12, persistent: true}}]"
+    words += [fault, "fault.audit_interval=auto", "fault.keep_verified_state=true"]
+    result = rt.train(make_config(tmp_path / "fault", *words), quiet=True)
+    assert (result.outcome, result.steps, result.restarts) == ("done", steps, 1)
+    assert read_curve(tmp_path / "fault", steps) == read_curve(tmp_path / "clean", steps)
+    (incident,) = read_incidents(tmp_path / "fault")
+    assert (incident["kind"], incident["rank"], incident["step"] + 1) == ("faulty device", 1, second)
+    assert incident["steps_lost"] == second - 1 - first, "back to the state after the first audit"
+    assert [line["step"] for line in read_lines(tmp_path / "fault") if line.get("elastic/audited")] == [first, second]

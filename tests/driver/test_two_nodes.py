@@ -156,6 +156,32 @@ def test_a_node_whose_network_is_down_is_left(cluster: TwoNodeCluster, pool: War
 
 
 @needs_own_node
+def test_the_node_of_a_rank_that_computes_wrong_is_left(
+    cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path
+) -> None:
+    """Its workers leave too, and the run does not return to it, although Ray says that it is alive."""
+    words, run_dir = ["cluster.workers=4", "train.steps=60"], tmp_path / "run"
+    reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
+    fault = "fault.inject=[{kind: bitflip_activation, rank: 3, step: 14, bit: 12, persistent: true}]"
+    audits = ["fault.audit_interval=5", "fault.keep_verified_state=true", "fault.stall_timeout=20"]
+    process = start(cluster, run_dir, *words, fault, *audits)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+    assert (incident["kind"], incident["rank"], incident["step"] + 1) == ("faulty device", 3, 15), output
+    assert (incident["world_after"], incident["steps_lost"]) == (2, 4), output
+    nodes = {worker["node_id"] for worker in read_workers(run_dir)}
+    assert len(nodes) == 1 and incident["node_id"] not in nodes
+    worlds = {line["elastic/world_size"] for line in read_lines(run_dir) if line["elastic/generation"] > 1}
+    assert worlds == {2}, "the node is not used again"
+    assert read_curve(run_dir, 60) == [curve_point(metrics) for metrics in reference]
+
+
+@needs_own_node
 def test_node_is_lost_another_is_added_and_drained(cluster: TwoNodeCluster, pool: WarmPool, tmp_path: Path) -> None:
     """Lose a node whose shards the other node holds as replicas, grow onto an added node, and leave it when it drains.
 
