@@ -24,6 +24,8 @@ from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _log = logging.getLogger(__name__)
 
+_MAX_FAULTY = 2  # spares in a row that are at fault, after which they are not likely to be what is wrong
+
 Samples = Sequence[tuple[AuditSample, Any]]  # of all ranks of an audit, with references to their weights
 
 
@@ -78,6 +80,7 @@ class SpareAudits:
         self._is_requested = False  # whether `take_request` has returned True for it
         self._has_other_ranks = False  # than those of one unit, which can audit them
         self._is_undecided = False  # whether the disagreement has been repeated, and no other rank can decide it
+        self._num_faulty = 0  # spares that were at fault
         self._num_equal = 0  # microbatches of this generation with the same bits
         self._accused: set[int] = set()  # ids of the spares that were wrong in a disagreement
 
@@ -85,7 +88,8 @@ class SpareAudits:
         """Audit this generation from now on. `on_record`: takes incidents and notes."""
         self._spec_ref, self._generation, self._on_record = spec_ref, spec.generation, on_record
         microbatches = spec.batching.split_by_rank(spec.layout.dp_size)
-        self._interval = choose_spare_interval(spec.config, microbatches)
+        is_on = self._num_faulty < _MAX_FAULTY
+        self._interval = choose_spare_interval(spec.config, microbatches) if is_on else 0
         unit = get_unit_layout(spec.config, spec.layout)
         self._num_spares, self._has_other_ranks = unit.world_size, spec.layout.dp_size > unit.dp_size
         self._last_step, self._is_new = spec.start_step - 1, False
@@ -201,6 +205,8 @@ class SpareAudits:
             return []
         self._running = None
         self._num_equal += not differs
+        if not differs:
+            self._num_faulty = 0
         return [] if is_first else self._judge(running, differs=differs)
 
     def _judge(self, running: _RunningAudit, *, differs: bool) -> list[Worker]:
@@ -211,6 +217,7 @@ class SpareAudits:
         guilty = [running.spares[finding.rank] for finding in findings]
         if differs and (is_unstable or any(spare.worker_id in self._accused for spare in guilty)):
             self._report(running, findings, FAULTY_DEVICE, "wrong again when repeated")
+            self._note_faulty()
             return guilty
         if differs:
             self.disagreement, self._is_new = Disagreement(audit, running.of_ranks, first), True
@@ -219,6 +226,16 @@ class SpareAudits:
         else:
             self._report(running, findings, "silent corruption", "right when repeated")
         return []
+
+    def _note_faulty(self) -> None:
+        self._num_faulty += 1
+        if self._num_faulty == _MAX_FAULTY:
+            self._interval = 0
+            _log.warning(
+                "%d spares in a row have computed something else than ranks, so spares audit no more: callbacks may "
+                "change what passes compute, and spares do not run them",
+                _MAX_FAULTY,
+            )
 
     def _settle(self, running: _RunningAudit) -> None:
         """Tell who was wrong in the disagreement, if ranks have computed its microbatch again."""

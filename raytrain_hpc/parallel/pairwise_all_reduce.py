@@ -96,7 +96,7 @@ class PairwiseAllReduce:
             self._wait_later(dist.all_reduce(self._summed, group=self._group, async_op=True))
             return
         num_ranks = len(self._assignment.nodes_by_rank)
-        padded = [nn.functional.pad(node, (0, -node.numel() % num_ranks)) for node in nodes]
+        padded = [_pad(node, num_ranks) for node in nodes]
         if self._audit is not None and self._audit.other is None:
             for node in padded:
                 self._audit.own.add_sent(node)
@@ -135,6 +135,12 @@ class PairwiseAllReduce:
 
     def _wait_later(self, work: dist.Work | None) -> None:
         self._works = [] if work is None else [work]
+
+
+def _pad(flat: Tensor, num_ranks: int) -> Tensor:
+    """Return the tensor itself if the ranks divide its size, else a copy with zeros at the end."""
+    padding = -flat.numel() % num_ranks
+    return nn.functional.pad(flat, (0, padding)) if padding else flat
 
 
 def rotate_slices(flat: Tensor, num_ranks: int, shift: int) -> Tensor:

@@ -145,6 +145,19 @@ def test_a_spare_that_computes_something_else_each_time_is_at_fault() -> None:
     assert [incident[:2] for incident in run.get_incidents()] == [("faulty device", None)]
 
 
+def test_spares_audit_no_more_if_two_in_a_row_are_at_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """As with callbacks that change what passes compute."""
+    run = Run()
+    for spare, step in ((Spare(7), 4), (Spare(8), 9)):
+        run.spare = spare
+        run.set_samples(RIGHT, step=step)
+        assert run.audit(WRONG, OTHER, step=step + 1) == [spare]
+    assert "spares do not run them" in caplog.text
+    run.begin(2)
+    run.set_samples(RIGHT, step=14)
+    assert run.audit(WRONG, step=20) == [] and run.spare.answers == [WRONG]
+
+
 def disagree(run: Run) -> None:
     run.set_samples(RIGHT)
     assert run.audit(WRONG, WRONG) == [] and run.audits.take_request() and not run.audits.take_request()
