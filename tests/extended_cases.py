@@ -200,8 +200,9 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
     "training/test_step_audits": (
         r"no_alarm\[(ddp-2|zero1-2|zero2-3|hsdp|ulysses|pp2 x ddp-3|ep2\]|ep2 x zero3|ep4)",
         r"other_features\[(train.compile|parallel.zero=3 parallel.tile|data.packing)",
-        r"named_and_undone\[(ddp-2|ring2|zbv|zero3-4, recompute)-\d-(batch|activation)",
-        r"named_and_undone\[(pp2 x ddp-3|ep2 x ddp-2)-\d-batch",
+        r"fault_is_named_and_undone\[(?!ddp-2-gradient-22|ddp-5-batch-11|ddp-5-activation-22|ddp-5-gradient-31|"
+        r"zero3-4, recompute-gradient-22|tp2 x ddp-2-(batch-22|activation-11|gradient-22)|ring2 x zero3-2-gradient-22|"
+        r"pp2 x ddp-3-(activation-22|gradient-31)|zbv x zero3-2-gradient-22|ep2 x ddp-2-(activation|gradient)-22)",
         r"result_are_found\[gradient-(6|12|23|31)",
         r"result_are_found\[activation-(6|22|30)",
         r"after_the_passes_is_named_and_undone\[(?!ddp-5-sum-0|zero2-3-message-31|zero3-4, recompute-update-11|"
