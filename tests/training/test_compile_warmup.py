@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -139,18 +140,18 @@ def test_layouts_to_which_a_run_grows() -> None:
     assert list_layouts(single, 4) == [single, Layout(dp_shard=4, tp=2, zero=3)]
 
 
-def warm_up_until(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, num_ranks: int) -> tuple[int, int]:
-    """Return the number of graphs that a warm-up compiles, and of those that another one adds."""
+def warm_up_in_parts(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, parts: list[int]) -> list[int]:
+    """Return how many graphs each of several warm-ups adds; `parts`: after how many ranks each is cancelled."""
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
     counters.clear()
-    ranks = iter(range(num_ranks))
+    counts = [0]
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        warm_up_compiler(spec, CPU, lambda: next(ranks, None) is None)
-        count = counters["stats"]["unique_graphs"]
-        warm_up_compiler(spec, CPU)
-    return count, counters["stats"]["unique_graphs"] - count
+        for part in parts:
+            warm_up_compiler(spec, CPU, partial(next, iter([*[False] * part, True])))
+            counts.append(counters["stats"]["unique_graphs"])
+    return [after - before for before, after in pairwise(counts)]
 
 
 def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(pool: WarmPool) -> None:
@@ -168,5 +169,4 @@ def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(pool: Warm
         "train.compile=true",
     )
     spec = make_worker_spec(config, 6, steps_to=STEPS)
-    assert pool.call(warm_up_until, 1, spec, 0) == [(0, 18)]
-    assert pool.call(warm_up_until, 1, spec, 5) == [(16, 2)]
+    assert pool.call(warm_up_in_parts, 1, spec, [0, 5, 6]) == [[0, 16, 2]]
