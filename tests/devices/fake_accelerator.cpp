@@ -3,16 +3,16 @@
 // Tensors on it differ from those on the CPU in their device only, so that code which must move data, wait for a stream or
 // ask for a property of the device can be tested without a GPU. Streams run at once; events are times.
 
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/ops/_reshape_alias_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -134,14 +134,30 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", record_stream);
 }
 
-#define NARROW(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
-#define WIDE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+// Under autocast: runs an operation on its floating-point tensors of the device in another dtype. Boxed, since torch's
+// templates, one per operation, take ten seconds to compile.
+template <at::ScalarType dtype>
+void run_in(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  for (auto argument = stack->end() - operation.schema().arguments().size(); argument != stack->end(); ++argument) {
+    if (!argument->isTensor()) continue;
+    at::Tensor tensor = argument->toTensor();
+    bool is_cast = tensor.defined() && tensor.is_privateuseone() && tensor.is_floating_point();
+    if (is_cast && tensor.scalar_type() != at::kDouble) *argument = tensor.to(dtype);
+  }
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  operation.callBoxed(stack);
+}
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  AT_FORALL_LOWER_PRECISION_FP(NARROW)
-  AT_FORALL_FP32(WIDE)
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) {
+  for (const char* name : {"linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in<at::kBFloat16>>());
+  }
+  for (const char* name : {"exp", "log", "reciprocal", "rsqrt", "pow.Tensor_Scalar", "softplus", "layer_norm", "rms_norm",
+                           "native_layer_norm", "nll_loss", "logsumexp"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_in<at::kFloat>>());
+  }
 }
 
 struct Registration {
