@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from raytrain_hpc.errors import ConfigError, ModelError
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.script import ScriptRun
 from raytrain_hpc.training.script_batches import ScriptBatches
+from tests.driver.cli_process import CliRunner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PLAIN, ATTACHED = EXAMPLES / "plain_loop.py", EXAMPLES / "attached_loop.py"
@@ -35,10 +34,11 @@ OVERRIDES = [
 
 
 @pytest.fixture(scope="module")
-def plain() -> list[float]:
+def plain(cli: CliRunner, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Return the losses that the plain script prints."""
-    process = subprocess.run([sys.executable, PLAIN], capture_output=True, text=True, check=True, timeout=120)
-    return parse_losses(process.stdout)
+    code, output = cli.run_script(tmp_path_factory.mktemp("plain") / "output", PLAIN)
+    assert code == 0, output
+    return parse_losses(output)
 
 
 def parse_losses(output: str) -> list[float]:
@@ -63,9 +63,10 @@ def test_elastic_version_adds_at_most_five_lines() -> None:
     assert len(added) <= 5
 
 
-def test_without_a_run_it_equals_the_plain_loop(plain: list[float]) -> None:
-    process = subprocess.run([sys.executable, ATTACHED], capture_output=True, text=True, check=True, timeout=120)
-    assert parse_losses(process.stdout) == plain
+def test_without_a_run_it_equals_the_plain_loop(cli: CliRunner, plain: list[float], tmp_path: Path) -> None:
+    code, output = cli.run_script(tmp_path / "output", ATTACHED)
+    assert code == 0, output
+    assert parse_losses(output) == plain
 
 
 def test_killed_worker_keeps_the_loss_curve(ray_cluster: None, plain: list[float], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from jupyter_client.blocking.client import BlockingKernelClient as KernelClient
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
+from tests.driver.cli_process import CliRunner
 from tests.driver.throttle import throttle
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -42,9 +43,10 @@ def run(directory: Path, *command: str) -> str:
     return process.stdout
 
 
-def test_quickstart_prints_the_progress_of_its_run(tmp_path: Path) -> None:
+def test_quickstart_prints_the_progress_of_its_run(cli: CliRunner, tmp_path: Path) -> None:
     overrides = [*FEW_STEPS, "train.steps=40", "data.path=synthetic", "cluster.workers=0"]  # the notebook trains on Ray
-    output = run(tmp_path, sys.executable, str(EXAMPLES / "quickstart.py"), *overrides)
+    code, output = cli.run_script(tmp_path / "output", EXAMPLES / "quickstart.py", *overrides)
+    assert code == 0, output
     assert "step   40  loss " in output
     assert "done after 40 steps" in output
     result = json.loads((tmp_path / "runs/quickstart_api/result.json").read_text())

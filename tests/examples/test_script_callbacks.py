@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torch import nn
 import raytrain_hpc as rt
 from raytrain_hpc.api import run_script
 from raytrain_hpc.config.loader import load_config
+from tests.driver.cli_process import CliRunner
 from tests.examples import sharded_scripts as scripts
 from tests.examples.test_sharded_scripts import BASE, read_metrics
 
@@ -101,7 +100,7 @@ def test_evaluations_and_callbacks_have_the_bits_of_one_process(
     assert labels["best"] == min(losses, key=lambda number: (losses[number], number))
 
 
-def test_an_evaluation_is_that_of_the_plain_script(tmp_path: Path) -> None:
+def test_an_evaluation_is_that_of_the_plain_script(cli: CliRunner, tmp_path: Path) -> None:
     """Without a run, and without EMA: the loss of the model on the set, whatever its batches."""
     source = scripts.EVALUATING.format(first=True)
     source = source.replace("        assert model.training", "        print(value, evaluate_plainly())")
@@ -111,9 +110,9 @@ def test_an_evaluation_is_that_of_the_plain_script(tmp_path: Path) -> None:
     )
     path = tmp_path / "script.py"
     path.write_text(source.replace("for step, batch", f"{plain}for step, batch", 1))
-    process = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100)
-    assert process.returncode == 0, process.stderr
-    pairs = [line.split() for line in process.stdout.splitlines() if len(line.split()) == 2]
+    code, output = cli.run_script(tmp_path / "output", path)
+    assert code == 0, output
+    pairs = [line.split() for line in output.splitlines() if len(line.split()) == 2]
     assert len(pairs) == 8
     assert [float(value) for value, _ in pairs] == pytest.approx([float(value) for _, value in pairs], rel=1e-6)
 
