@@ -225,8 +225,9 @@ class CheckpointStore:
         return None
 
     def is_only_start_trusted(self) -> bool:
-        """Return whether all checkpoints of some generation are not trusted: the start of the run is what is right."""
-        return any(entry["after_step"] == 0 for entry in self._read_untrusted())
+        """Return whether the last state that was known to be right, when trust was last lost, is that of the start."""
+        entries = self._read_untrusted()
+        return bool(entries) and entries[-1]["after_step"] == 0
 
     def _read_untrusted(self) -> list[dict[str, Any]]:
         path = self.root / _UNTRUSTED_FILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
 from raytrain_hpc.driver.spare_audits import SpareAudits
@@ -38,14 +39,16 @@ def attribute_out_of_step(
 def attribute_disagreement(
     failures: Failures, spare_audits: SpareAudits, workers: Sequence[Worker], build: BuildFailure
 ) -> None:
-    """Attribute the end of a generation in which a spare disagreed with a rank to that rank, in place.
+    """Attribute the end of a generation in which a spare disagreed with a rank to that rank, if none has failed.
 
-    State from after the step that they disagree about is forgotten, even if ranks have audited a later one.
+    In any case, state from after the step that they disagree about is forgotten, although ranks may have audited it.
     """
     found = spare_audits.explain_end({failure.kind for failure in failures.values()})
     if found is None:
         return
-    failures[found.rank] = build(found.rank, found.kind, found.reason)
-    failures[found.rank].trusted_step = found.trusted_step
+    if {failure.kind for failure in failures.values()} <= {REPLICAS_DIFFER}:
+        failures[found.rank] = build(found.rank, found.kind, found.reason)
+    for failure in failures.values():
+        failure.trusted_step = found.trusted_step
     for worker in workers:
         worker.states = tuple(part for part in worker.states if part.step <= found.trusted_step)

@@ -174,13 +174,14 @@ class RayWorkerGroup:
         self._spare_audits.end_generation()
         self._poller.fetch_remaining()
         outcomes = [self._collect_outcome(run_ref, rank) for run_ref, rank in self._rank_of_run.items()]
+        if self._spare_audits.is_disputed:  # ranks had agreed to end before they were told
+            raise self._abort_generation(time.time(), [])
         return outcomes[0].outcome
 
     def _audit_by_spares(self) -> None:
         """Let idle spares audit the ranks, replace those at fault, and let the ranks go back if they disagree."""
-        audits, idle = self._spare_audits, self._pool.list_warm_spares(self._workers)
-        committed_step = max((health.step for health in self._health.collect_health().values()), default=0)
-        for spare in audits.update(self._workers, idle, committed_step):
+        audits, steps = self._spare_audits, [health.step for health in self._health.collect_health().values()]
+        for spare in audits.update(self._workers, self._pool.list_warm_spares(self._workers), min(steps, default=0)):
             self._pool.replace_faulty_spare(spare)
         if audits.take_request():
             self._call_all_ranks("request_distrust")
@@ -214,8 +215,8 @@ class RayWorkerGroup:
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
         """Start the run calls of all members, and watch the new ranks."""
-        spec = replace(spec, audits_first_step=self._spare_audits.disagreement is not None)
-        spec = self._locations.plan_restore(spec, self._workers)
+        is_disputed = self._spare_audits.has_dispute
+        spec = self._locations.plan_restore(replace(spec, audits_first_step=is_disputed), self._workers)
         self.discard_state()  # members report theirs when they end; that of other workers becomes outdated
         self._generation = spec.generation
         self._locations.begin_generation(spec, self._workers)
@@ -352,9 +353,8 @@ class RayWorkerGroup:
         attribute_disagreement(failures, self._spare_audits, self._pool.ready, self._build_failure)
         root_cause = min(failures.values(), key=lambda failure: (cascade_order(failure), failure.rank))
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
-        for rank in root_cause.ranks:
-            if failures[rank].kind != DISPUTED:
-                self._pool.replace_worker(self._workers[rank])
+        for rank in (rank for rank in root_cause.ranks if failures[rank].kind != DISPUTED):
+            self._pool.replace_worker(self._workers[rank])
         left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}
         left_nodes |= self._pool.avoid_nodes(f.node_id for f in failures.values() if f.kind in AVOIDED_KINDS)
         if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
@@ -362,7 +362,7 @@ class RayWorkerGroup:
         for node_id in left_nodes:
             self._leave_node(node_id)
         self._poller.fetch_remaining(_REPLY_TIMEOUT_S, exclude=root_cause.ranks)
-        self._locations.collect_held(self._pool.ready, {failure.kind for failure in failures.values()})
+        self._locations.collect_held(self._pool.ready, failures.values())
         root_cause.detected_at, root_cause.aborted_at = detected, aborted
         root_cause.last_seen = last_seen[root_cause.rank] if root_cause not in known_failures else root_cause.last_seen
         root_cause.operation = root_cause.operation or describe_pending_call(self._broken_calls)

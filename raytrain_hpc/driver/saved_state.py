@@ -15,7 +15,7 @@ from raytrain_hpc.driver.backend import WorkerGroup
 from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.run_recorder import RunRecorder
 from raytrain_hpc.driver.run_setup import make_paths_absolute
-from raytrain_hpc.elastic.audit_verdict import CORRUPT, DISPUTED, FAULTY_DEVICE, SUSPECTED
+from raytrain_hpc.elastic.audit_verdict import CORRUPT, FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.state_partition import find_newest_complete_step
 from raytrain_hpc.errors import CheckpointCorruptedError, WorkerFailedError
 
@@ -60,10 +60,10 @@ class SavedState:
     def distrust_newer(self, failure: WorkerFailedError, generation: int) -> None:
         """Exclude the checkpoints that a faulty rank may have spoilt since the last audit. Raises CheckpointError."""
         recorder = self._recorder
-        if failure.kind in (FAULTY_DEVICE, SUSPECTED, DISPUTED):
+        if failure.trusted_step is not None:
+            step = min(recorder.verified_step, failure.trusted_step)
+        elif failure.kind in (FAULTY_DEVICE, SUSPECTED):
             step = recorder.verified_step
-            if failure.trusted_step is not None:
-                step = min(step, failure.trusted_step)
         elif failure.kind == CORRUPT and self._config.fault.audit_interval:
             step = recorder.audited_step
         else:

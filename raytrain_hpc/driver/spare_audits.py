@@ -11,20 +11,23 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
 from raytrain_hpc.driver.ray_messages import extract_last_line
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.worker_group import Worker
 from raytrain_hpc.elastic.audit_verdict import DISPUTED, FAULTY_DEVICE, SUSPECTED, Finding
 from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit, choose_spare_interval, get_unit_layout
 from raytrain_hpc.elastic.spare_audit_verdict import Disagreement, UnitTraces, find_differences, settle
-from raytrain_hpc.runtime.audit_sample import AuditSample
+from raytrain_hpc.runtime.audit_sample import AuditSample, Traces
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 
 _log = logging.getLogger(__name__)
 
 _MAX_FAULTY = 2  # spares in a row that are at fault, after which they are not likely to be what is wrong
+_MAX_UNEQUAL = 3  # audits from the start of a run that all differ, after which it is not a fault that differs
+_MAX_FAILED = 3  # audits in a row that fail, as for lack of memory
+_REQUEST_INTERVAL_S = 0.5  # between two requests for samples
+_STUCK_S = 30.0  # after one spare of an audit has failed, until the others are replaced
 
 Samples = Sequence[tuple[AuditSample, Any]]  # of all ranks of an audit, with references to their weights
 
@@ -34,10 +37,22 @@ class _RunningAudit:
     """An audit in progress. `calls`: of the spares; `computed`: what earlier calls have returned."""
 
     samples: Samples
+    members: Sequence[Worker]
     spares: Sequence[Worker]
     calls: list[Any]
     began: float
     computed: list[UnitTraces] = field(default_factory=list)
+    failed: list[Any] = field(default_factory=list)  # calls whose failure is known
+    failed_at: float | None = None  # when one of the calls was found to have failed while others had not ended
+
+    def get_calls(self) -> list[tuple[Worker, Any]]:
+        """Return the spares with their calls, in order."""
+        return list(zip(self.spares, self.calls, strict=True))
+
+    def is_stuck(self) -> bool:
+        """Return whether spares wait for one that has failed. Call while some have not ended and one has failed."""
+        self.failed_at = self.failed_at or time.time()
+        return time.time() > self.failed_at + _STUCK_S
 
     @property
     def audit(self) -> SpareAudit:
@@ -51,6 +66,15 @@ class _RunningAudit:
         return [by_rank[rank] for rank in self.audit.ranks]
 
 
+@dataclass(frozen=True)
+class _Dispute:
+    """A disagreement, and who was in it. `spares`, `members`: by position among spares, and by rank."""
+
+    disagreement: Disagreement
+    spares: Sequence[Worker]
+    members: Sequence[Worker]
+
+
 class DisputedEnd(NamedTuple):
     """The failure of a generation that a disagreement has ended. `trusted_step`: the one before the disputed one."""
 
@@ -61,10 +85,7 @@ class DisputedEnd(NamedTuple):
 
 
 class SpareAudits:
-    """The audits of a run by its idle spares.
-
-    `disagreement`: the last one, until it is settled. Its ranks are to go back to a state from before it.
-    """
+    """The audits of a run by its idle spares."""
 
     def __init__(self, store: RendezvousStore):
         """`store`: where spares meet, under the numbers below 0 instead of generations."""
@@ -73,23 +94,29 @@ class SpareAudits:
         self._spec_ref: Any = None
         self._generation, self._interval, self._num_spares, self._num_calls = 0, 0, 0, 0
         self._last_step = -1  # of the last sample that was received
+        self._next_request = 0.0  # monotonic seconds at which samples may be asked for again
         self._requests: list[Any] = []  # for the samples of all ranks: references to the sample, and to its weights
         self._running: _RunningAudit | None = None
-        self.disagreement: Disagreement | None = None
-        self._is_new = False  # whether the disagreement is of this generation
+        self._dispute: _Dispute | None = None  # until it is settled
+        self._held: _Dispute | None = None  # the first one, until it is known that spares compute like ranks at all
+        self._is_new = False  # whether the dispute is of this generation
         self._is_requested = False  # whether `take_request` has returned True for it
+        self._undecided: SpareAudit | None = None  # of a dispute that was repeated, and that no other rank can decide
         self._has_other_ranks = False  # than those of one unit, which can audit them
-        self._is_undecided = False  # whether the disagreement has been repeated, and no other rank can decide it
-        self._num_faulty = 0  # spares that were at fault
+        self._num_unequal, self._num_faulty, self._num_failed = 0, 0, 0  # in a row; see _MAX_UNEQUAL and others
+        self._has_agreed, self._off_reason = False, ""
         self._num_equal = 0  # microbatches of this generation with the same bits
-        self._accused: set[int] = set()  # ids of the spares that were wrong in a disagreement
+        self._accused: set[int] = set()  # ids of the spares that were wrong in a dispute
+
+    @property
+    def has_dispute(self) -> bool:
+        """Whether a dispute is not settled: ranks are to audit the first step of the next generation."""
+        return self._dispute is not None
 
     def begin_generation(self, spec: WorkerSpec, spec_ref: Any, on_record: Callable[[Record], None]) -> None:
         """Audit this generation from now on. `on_record`: takes incidents and notes."""
         self._spec_ref, self._generation, self._on_record = spec_ref, spec.generation, on_record
-        microbatches = spec.batching.split_by_rank(spec.layout.dp_size)
-        is_on = self._num_faulty < _MAX_FAULTY
-        self._interval = choose_spare_interval(spec.config, microbatches) if is_on else 0
+        self._interval = 0 if self._off_reason else choose_spare_interval(spec.config)
         unit = get_unit_layout(spec.config, spec.layout)
         self._num_spares, self._has_other_ranks = unit.world_size, spec.layout.dp_size > unit.dp_size
         self._last_step, self._is_new = spec.start_step - 1, False
@@ -101,60 +128,78 @@ class SpareAudits:
                 spare.actor.cancel_warmup.remote(self._generation)
             if len(self._running.spares) > 1:
                 self._store.abort_generation(-self._num_calls)  # some may have left before they met
+            if self._running.computed:
+                step = self._running.audit.step + 1
+                self._note(f"a spare has computed a microbatch of step {step} differently than a rank, once so far")
         self._running, self._requests = None, []
         if self._num_equal:
-            text = f"audits  spares have computed {self._num_equal} microbatches again, with the bits of the ranks"
-            self._on_record({"type": "note", "text": text})
+            self._note(f"spares have computed {self._num_equal} microbatches again, with the bits of the ranks")
         self._num_equal = 0
 
     def update(self, members: Sequence[Worker], idle: Sequence[Worker], committed_step: int) -> list[Worker]:
-        """Make progress, and return spares that compute wrong, to be replaced. Does not block.
+        """Make progress, and return spares that compute wrong, or never end, to be replaced. Does not block.
 
-        Call while a generation runs. `idle`: warm workers that are no members. `committed_step`: of the ranks.
+        Call while a generation runs. `idle`: warm workers that are no members. `committed_step`: by all ranks.
         """
-        if self._is_new:  # the generation is about to end
+        if self._is_new or not self._interval:
             return []
         if self._running is not None:
             return self._finish_calls(self._running)
         if self._requests:
-            self._receive_samples(idle)
+            self._receive_samples(members, idle)
         elif len(idle) >= self._num_spares and self._is_sampled(committed_step):
+            self._next_request = time.monotonic() + _REQUEST_INTERVAL_S
             self._requests = [member.actor.take_sample.remote(self._last_step) for member in members]
         return []
 
     def _is_sampled(self, committed_step: int) -> bool:
-        """Return whether ranks have a later sample than the last one: that of step k + 1 follows k committed ones."""
-        interval = self._interval
-        return interval > 0 and committed_step // interval > (self._last_step + 1) // interval
+        """Return whether ranks can have a later sample than the last one: that of step k + 1 follows k committed."""
+        is_later = committed_step // self._interval > (self._last_step + 1) // self._interval
+        return is_later and time.monotonic() >= self._next_request
+
+    @property
+    def is_disputed(self) -> bool:
+        """Whether a spare disagrees with a rank of this generation, which is to go back."""
+        return self._is_new
 
     def take_request(self) -> bool:
-        """Return once whether ranks are to end the generation without its state, after a new disagreement."""
+        """Return once whether ranks are to end the generation without its state, after a new dispute."""
         is_due, self._is_requested = self._is_new and not self._is_requested, self._is_new
         return is_due
 
     def explain_end(self, kinds: Collection[str]) -> DisputedEnd | None:
-        """Return the failure of a generation if it has ended because of a disagreement.
+        """Return the failure because of which a generation with a new dispute goes back, however it has ended.
 
         `kinds`: of the failures of its ranks. If ranks have found that one of them computes wrong, that settles it.
         """
         if FAULTY_DEVICE in kinds:
-            self.disagreement = None
-        if self.disagreement is None or not self._is_new or set(kinds) != {REPLICAS_DIFFER}:
+            self._close_dispute()
+        if self._dispute is None or not self._is_new:
             return None
-        audit = self.disagreement.audit
-        found = find_differences(audit, self.disagreement.of_spares, self.disagreement.of_ranks, "ranks")
+        disagreement, audit = self._dispute.disagreement, self._dispute.disagreement.audit
+        found = find_differences(audit, disagreement.of_spares, disagreement.of_ranks, "ranks")
         reason = f"a spare has computed {found[0].subject} differently, twice alike ({found[0].tensor} first)"
-        return DisputedEnd(found[0].rank, SUSPECTED if self._is_undecided else DISPUTED, reason, audit.step)
+        kind = SUSPECTED if audit == self._undecided else DISPUTED
+        if kind == SUSPECTED:
+            for spare in self._dispute.spares:
+                spare.suspected_in = spare.suspected_in or self._generation
+            self._close_dispute()
+        return DisputedEnd(found[0].rank, kind, reason, audit.step)
 
-    def _receive_samples(self, idle: Sequence[Worker]) -> None:
+    def _receive_samples(self, members: Sequence[Worker], idle: Sequence[Worker]) -> None:
         """Start an audit when all ranks have answered, if their samples are of one step."""
         if ray.wait(refs := [sample for sample, _ in self._requests], num_returns=len(refs), timeout=0)[1]:
             return
         requests, self._requests = self._requests, []
         try:
-            taken = [(sample, weights) for sample, (_, weights) in zip(ray.get(refs), requests, strict=True) if sample]
+            answers = ray.get(refs)
         except RayError:  # a rank is lost, which others notice
             return
+        taken = [
+            (sample, weights)
+            for sample, (_, weights) in zip(answers, requests, strict=True)
+            if sample is not None and sample.generation == self._generation
+        ]
         if not taken:
             return
         self._last_step = max(sample.audit.step for sample, _ in taken)
@@ -162,9 +207,7 @@ class SpareAudits:
         audit = samples[0][0].audit
         if {sample.rank for sample, _ in samples} != {*audit.ranks, *audit.sources} or len(idle) < self._num_spares:
             return  # some ranks have a sample of a later step by now
-        if self.disagreement is not None and audit.step > self.disagreement.audit.step:
-            self.disagreement = None  # its step was not audited again
-        self._running = _RunningAudit(samples, idle[: self._num_spares], [], time.time())
+        self._running = _RunningAudit(samples, members, idle[: self._num_spares], [], time.time())
         self._settle(self._running)
         self._start_calls(self._running)
 
@@ -184,30 +227,44 @@ class SpareAudits:
 
     def _finish_calls(self, running: _RunningAudit) -> list[Worker]:
         """Judge what the spares have returned, and let them compute again if it differs for the first time."""
-        if ray.wait(running.calls, num_returns=len(running.calls), timeout=0)[1]:
+        ended, pending = ray.wait(running.calls, num_returns=len(running.calls), timeout=0)
+        results = {
+            spare: self._read_result(running, spare, call) for spare, call in running.get_calls() if call in ended
+        }
+        if pending and (None not in results.values() or not running.is_stuck()):
             return []
-        results = []
-        for spare, call in zip(running.spares, running.calls, strict=True):
-            try:
-                results.append(ray.get(call))
-            except RayError as error:
-                if isinstance(error, RayActorError):
-                    spare.warmup.program = None  # the next warm-up finds that it is dead
-                _log.warning("an audit by a spare failed: %s", extract_last_line(error))
-        if None in results or len(results) < len(running.calls):
+        if None in results.values():
             self._running = None
-            return []
-        running.computed.append(results)
-        is_first, right = len(running.computed) == 1, running.of_ranks
-        differs = bool(find_differences(running.audit, right, results, "spares"))
+            return [spare for spare in running.spares if spare not in results]
+        traces = [result for result in results.values() if result is not None]
+        running.computed.append(traces)
+        self._num_failed = 0
+        is_first = len(running.computed) == 1
+        differs = bool(find_differences(running.audit, running.of_ranks, traces, "spares"))
         if differs and is_first:
             self._start_calls(running)
             return []
         self._running = None
-        self._num_equal += not differs
         if not differs:
-            self._num_faulty = 0
+            self._num_equal, self._num_faulty, self._has_agreed = self._num_equal + 1, 0, True
+            self._open_held()
         return [] if is_first else self._judge(running, differs=differs)
+
+    def _read_result(self, running: _RunningAudit, spare: Worker, call: Any) -> Traces | None:
+        """Return the traces of a spare; None if it was cancelled or has failed."""
+        try:
+            result: Traces | None = ray.get(call)
+        except RayError as error:
+            if call not in running.failed:
+                running.failed.append(call)
+                self._num_failed += 1
+                _log.warning("an audit by a spare failed: %s", extract_last_line(error))
+            if isinstance(error, RayActorError):
+                spare.warmup.program = None  # its next warm-up finds that it is dead
+            if self._num_failed >= _MAX_FAILED:
+                self._stop("several audits in a row have failed, as they do if the model does not fit")
+            return None
+        return result
 
     def _judge(self, running: _RunningAudit, *, differs: bool) -> list[Worker]:
         """Return the spares that are at fault, after they have computed twice. `differs`: also the second time."""
@@ -215,53 +272,84 @@ class SpareAudits:
         findings = find_differences(audit, running.of_ranks, first, "spares")
         is_unstable = bool(find_differences(audit, first, second, "spares"))
         guilty = [running.spares[finding.rank] for finding in findings]
-        if differs and (is_unstable or any(spare.worker_id in self._accused for spare in guilty)):
-            self._report(running, findings, FAULTY_DEVICE, "wrong again when repeated")
-            self._note_faulty()
+        if differs and (is_unstable or any(map(self._is_known, guilty))):
+            self._report(running.spares, running, findings, FAULTY_DEVICE, "wrong again when repeated")
+            self._num_faulty += 1
+            if self._num_faulty == _MAX_FAULTY:
+                self._stop("two spares in a row have computed something else than ranks")
             return guilty
-        if differs:
-            self.disagreement, self._is_new = Disagreement(audit, running.of_ranks, first), True
-            for spare in running.spares:
-                spare.suspected_in = spare.suspected_in or self._generation
-        else:
-            self._report(running, findings, "silent corruption", "right when repeated")
+        if not differs:
+            self._report(running.spares, running, findings, "silent corruption", "right when repeated")
+            return []
+        dispute = _Dispute(Disagreement(audit, running.of_ranks, first), running.spares, running.members)
+        if self._has_agreed:
+            self._dispute, self._is_new = dispute, True
+            return []
+        self._held, self._num_unequal = self._held or dispute, self._num_unequal + 1
+        if self._num_unequal == _MAX_UNEQUAL:
+            self._stop("spares have never computed the bits of ranks")
         return []
 
-    def _note_faulty(self) -> None:
-        self._num_faulty += 1
-        if self._num_faulty == _MAX_FAULTY:
-            self._interval = 0
+    def _is_known(self, spare: Worker) -> bool:
+        """Return whether a spare that disagrees has done so before, and other ranks have found no rank at fault."""
+        is_disputing = self._dispute is not None and self._has_other_ranks and spare in self._dispute.spares
+        return is_disputing or spare.worker_id in self._accused
+
+    def _open_held(self) -> None:
+        """Go back after a dispute from before spares had agreed with ranks for the first time."""
+        if self._held is not None:
+            self._dispute, self._held, self._is_new = self._held, None, True
+
+    def _stop(self, reason: str) -> None:
+        """Let spares audit no more."""
+        if not self._off_reason:
+            self._off_reason, self._interval = reason, 0
             _log.warning(
-                "%d spares in a row have computed something else than ranks, so spares audit no more: callbacks may "
-                "change what passes compute, and spares do not run them",
-                _MAX_FAULTY,
+                "%s, so they audit no more; callbacks, which spares do not run, may change what passes compute, or the "
+                "devices of spares may differ",
+                reason,
             )
 
     def _settle(self, running: _RunningAudit) -> None:
-        """Tell who was wrong in the disagreement, if ranks have computed its microbatch again."""
-        disagreement = self.disagreement
-        if disagreement is None or (wrong := settle(disagreement, running.audit, running.of_ranks)) is None:
+        """Tell who was wrong in the dispute, if ranks have computed its microbatch again."""
+        dispute = self._dispute
+        if dispute is None or running.audit.step < dispute.disagreement.audit.step:
+            return
+        old, audit = dispute.disagreement, running.audit
+        wrong = settle(old, audit, running.of_ranks)
+        if wrong == "spares" and not self._has_other_ranks:
+            self._undecided = audit
             return
         if wrong == "ranks":
-            findings = find_differences(running.audit, running.of_ranks, disagreement.of_ranks, "ranks")
-            for finding in findings:
-                self._on_record(_make_incident(running, finding.rank, "silent corruption", str(finding)))
-            self.disagreement, self._is_undecided = None, False
-        elif self._has_other_ranks:
-            findings = find_differences(running.audit, running.of_ranks, disagreement.of_spares, "spares")
-            self._accused |= {running.spares[finding.rank].worker_id for finding in findings}
-            self._report(running, findings, "silent corruption", "as ranks tell that computed it again")
-            self.disagreement = None
-        else:
-            self._is_undecided = True
+            for finding in find_differences(audit, running.of_ranks, old.of_ranks, "ranks"):
+                place = _get_place(dispute.members[finding.rank])
+                self._on_record(_make_incident(running, finding.rank, "silent corruption", str(finding)) | place)
+        elif wrong == "spares":
+            findings = find_differences(audit, running.of_ranks, old.of_spares, "spares")
+            self._accused |= {dispute.spares[finding.rank].worker_id for finding in findings}
+            self._report(dispute.spares, running, findings, "silent corruption", "as ranks tell that computed it again")
+        elif self._has_other_ranks:  # its step was not sampled again, and ranks have found nothing
+            self._accused |= {spare.worker_id for spare in dispute.spares}
+        self._close_dispute()
 
-    def _report(self, running: _RunningAudit, findings: Sequence[Finding], kind: str, more: str) -> None:
+    def _close_dispute(self) -> None:
+        self._dispute, self._undecided = None, None
+
+    def _report(
+        self, spares: Sequence[Worker], running: _RunningAudit, findings: Sequence[Finding], kind: str, more: str
+    ) -> None:
         """Emit an incident for each spare that was wrong."""
         for finding in findings:
-            info = running.spares[finding.rank].info
             reason = f"a spare computed {finding.subject} wrong ({finding.tensor} first), {more}"
-            place = {key: info[key] for key in ("node", "node_id", "pid")}
+            place = _get_place(spares[finding.rank])
             self._on_record(_make_incident(running, None, kind, reason) | place)
+
+    def _note(self, text: str) -> None:
+        self._on_record({"type": "note", "text": f"audits  {text}"})
+
+
+def _get_place(worker: Worker) -> Record:
+    return {key: worker.info[key] for key in ("node", "node_id", "pid")}
 
 
 def _make_incident(running: _RunningAudit, rank: int | None, kind: str, reason: str) -> Record:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.worker_group import Worker
-from raytrain_hpc.elastic.audit_verdict import CORRUPT, DISPUTED, FAULTY_DEVICE, SUSPECTED
+from raytrain_hpc.elastic.audit_verdict import CORRUPT, FAULTY_DEVICE, SUSPECTED
 from raytrain_hpc.elastic.state_partition import (
     StatePart,
     assign_missing_parts,
@@ -16,11 +16,12 @@ from raytrain_hpc.elastic.state_partition import (
     find_complete_generation,
     find_newest_complete_step,
 )
+from raytrain_hpc.errors import WorkerFailedError
 from raytrain_hpc.runtime.control_channel import GenerationOutcome
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.snapshot.shared_file import SnapshotHandles
 
-_CORRUPTION_KINDS = frozenset((CORRUPT, FAULTY_DEVICE, SUSPECTED, DISPUTED, REPLICAS_DIFFER))
+_CORRUPTION_KINDS = frozenset((CORRUPT, FAULTY_DEVICE, SUSPECTED, REPLICAS_DIFFER))
 
 
 class StateLocations:
@@ -47,14 +48,14 @@ class StateLocations:
             for owner, steps in {past_rank: outcome.steps, **outcome.replica_steps}.items():
                 yield from self._make_parts(generation, owner, steps)
 
-    def collect_held(self, survivors: Sequence[Worker], failure_kinds: Collection[str]) -> None:
+    def collect_held(self, survivors: Sequence[Worker], failures: Collection[WorkerFailedError]) -> None:
         """Ask the agents of all nodes what they hold. Call after a failure.
 
         They are not asked if the survivors have all of the newest step that any of them has. If replicas differ, what
-        nodes hold can be what differs: neither this call nor a later one uses it.
+        nodes hold can be what differs: neither this call nor a later one uses it; nor if a spare disagrees with a rank.
         """
         self._held = {}
-        if not _CORRUPTION_KINDS.isdisjoint(failure_kinds):
+        if any(failure.kind in _CORRUPTION_KINDS or failure.trusted_step is not None for failure in failures):
             self._last_distrusted = max(self._partitions, default=0)
         states = [worker.states for worker in survivors]
         newest = max((part.step for parts in states for part in parts), default=None)

@@ -6,7 +6,6 @@ share experts, or if sharded weights have other bits without shards. Pure functi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -38,15 +37,21 @@ class SpareAudit:
 
 @dataclass(frozen=True)
 class SpareAuditSchedule:
-    """The audits by spares in one layout. `schedule`: with the interval between them, 0: none. `unit`: of spares."""
+    """The audits by spares in one layout.
+
+    `schedule`: with the interval between them, 0: none. `by_ranks`: steps that ranks audit; a sample that is due in one
+    is taken in the next step. `unit`: the layout of spares.
+    """
 
     schedule: AuditSchedule
+    by_ranks: AuditSchedule
     layout: Layout
     unit: Layout
 
     def is_due(self, step: int) -> bool:
         """Return whether spares may compute microbatches of the step after `step` committed ones again."""
-        return self.schedule.is_due(step)
+        is_delayed = step > 0 and self.schedule.is_due(step - 1) and self.by_ranks.is_due(step - 1)
+        return (self.schedule.is_due(step) or is_delayed) and not self.by_ranks.is_due(step)
 
     def plan(self, step: int) -> SpareAudit:
         """Return what spares compute again, the same on all ranks: units take turns, and microbatches are random."""
@@ -102,9 +107,18 @@ def _count_shards_of_same_bits(config: Config, num_shards: int) -> int:
     return 2 if computes_in_bf16(config.train.dtype) else 1  # all sharded weights are cast, as inputs of norms are
 
 
-def choose_spare_interval(config: Config, microbatches_by_rank: Sequence[range]) -> int:
-    """Return the steps between two audits by spares; 0 without audits or spares. auto: a cost of at most 1 %."""
+def choose_spare_interval(config: Config) -> int:
+    """Return the steps between two audits by spares; 0 without spares, or if ranks audit no step or every one.
+
+    auto: as few as cost at most 1 % of the time.
+    """
     setting: int | Auto = config.fault.spare_audit_interval
-    if not config.fault.audit_interval or not config.cluster.spares:
+    if config.fault.audit_interval in (0, 1) or not config.cluster.spares:
         return 0
     return ceil(_RELATIVE_COST / MAX_AUTO_COST) if setting == AUTO else int(setting)
+
+
+def build_spare_schedule(config: Config, layout: Layout, by_ranks: AuditSchedule) -> SpareAuditSchedule:
+    """Return the audits by spares. `by_ranks`: those by ranks."""
+    schedule = replace(by_ranks, interval=choose_spare_interval(config), more_steps=frozenset())
+    return SpareAuditSchedule(schedule, by_ranks, layout, get_unit_layout(config, layout))

@@ -268,7 +268,8 @@ class DeterministicReduceScatter:
             self._trace.add_together(source, flat, self._cursor.microbatch)
             return
         by_parameter = zip(torch.split(flat.view(num_ranks, -1), widths, dim=1), self._shapes, strict=True)
-        gradients = (rows.reshape(-1)[: shape.numel()] for rows, shape in by_parameter)
+        # 0.0 is added as to the gradients that are summed, so that -0.0 has the bits that it has without ZeRO.
+        gradients = (rows.reshape(-1)[: shape.numel()] + 0.0 for rows, shape in by_parameter)
         self._trace.add(source, gradients, self._cursor.microbatch)
 
     def all_reduce_hook(self, output: Tensor) -> None:

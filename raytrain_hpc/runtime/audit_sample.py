@@ -25,6 +25,7 @@ class AuditSample:
     """
 
     audit: SpareAudit
+    generation: int
     rank: int
     traces: Traces = ()
     batch: bytes = b""

@@ -27,10 +27,10 @@ _WEIGHTS_PREFIX = "model."  # of the names of weights and buffers in the state
 
 
 class StateDistrustedError(CorruptionError):
-    """A spare and a rank disagree about a microbatch of a step before `step`, so the state may be wrong."""
+    """A spare and a rank disagree about a microbatch of an earlier step than `step`, so the state may be wrong."""
 
     def __init__(self, step: int):
-        super().__init__((), f"step {step + 1}: a spare has computed a microbatch differently than a rank")
+        super().__init__((), f"step {step + 1} is not applied: a spare and a rank disagree about an earlier step")
 
 
 @dataclass
@@ -52,11 +52,15 @@ class SpareSamples(Callback):
         state: ShardedState,
         loader: Loader,
         store: SampleStore,
+        *,
+        generation: int,
+        has_buffers: bool,
     ):
-        """`state`: the live state of this rank."""
+        """`state`: the live state of this rank. `has_buffers`: forward passes can change a part of it."""
         self._schedule, self._context, self._passes, self._loader = schedule, context, passes, loader
         self._weights = ShardedState(shard for shard in state if shard.name.startswith(_WEIGHTS_PREFIX))
         self._store, self._buffer = store, HostBuffer()
+        self._generation, self._has_buffers = generation, has_buffers
         self._unfinished: _Unfinished | None = None
 
     def is_due(self, step: int) -> bool:
@@ -72,9 +76,11 @@ class SpareSamples(Callback):
         is_source, is_audited = rank in audit.sources, rank in audit.ranks
         if not (is_source or is_audited) or not self._store.begin():
             return train()
-        sample = AuditSample(audit, rank)
+        sample = AuditSample(audit, self._generation, rank)
         if is_source:
             sample = replace(sample, index=self._buffer.copy(self._weights).to_index().to_json())
+            if self._has_buffers:
+                self._buffer.synchronize()
         unfinished = _Unfinished(sample)
         if is_audited:
             in_layout = self._schedule.schedule

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
 from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
-from raytrain_hpc.elastic.spare_audit_schedule import SpareAuditSchedule, choose_spare_interval, get_unit_layout
+from raytrain_hpc.elastic.spare_audit_schedule import build_spare_schedule
 from raytrain_hpc.errors import CallbackError, ConfigError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
 from raytrain_hpc.optim.muon import Muon
@@ -75,10 +75,9 @@ def build_audits(
     recomputation = ShardRecomputation(context, regions, experts)
     matrices = MatrixAudits(recomputation, optimizer, context) if isinstance(optimizer, Muon) else None
     update = UpdateAudits(recomputation, optimizer, norm)
-    spare_interval = choose_spare_interval(spec.config, microbatches)
-    unit = get_unit_layout(spec.config, spec.layout)
-    spare_schedule = SpareAuditSchedule(replace(schedule, interval=spare_interval), spec.layout, unit)
-    samples = SpareSamples(spare_schedule, context, traced_passes, state, loader, control.samples)
+    spare_schedule = build_spare_schedule(spec.config, spec.layout, schedule)
+    make_samples = partial(SpareSamples, generation=spec.generation, has_buffers=bool(buffers))
+    samples = make_samples(spare_schedule, context, traced_passes, state, loader, control.samples)
     return StepAudits(schedule, passes, memory, update, matrices, samples, context, report)
 
 

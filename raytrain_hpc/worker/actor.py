@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     from raytrain_hpc.training.step_completion import TrainOutcome
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1})  # type: ignore[call-overload]
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1, "samples": 1})  # type: ignore[call-overload]
 class WorkerActor:
-    """Actor that runs generations, one at a time. Methods of the group "control" answer while a generation runs."""
+    """Actor that runs generations, one at a time.
+
+    Methods of the group "control" answer while a generation runs, and at once, since those that move much data are in
+    the group "samples".
+    """
 
     def __init__(self, device: str, threads: int):
         """Import what a rank needs and start the heartbeat."""
@@ -222,6 +226,7 @@ class WorkerActor:
             self._control.disarm_abort()
             destroy_process_groups()  # at once, to release the ranks that wait for this one
             self._control.set_phase("idle")
+            self._control.samples.begin()  # release the last one
         self._snapshots.copy_live()  # even if done: another rank may fail while it saves
         snapshots = self._snapshots
         return replace(
@@ -282,7 +287,7 @@ class WorkerActor:
         """Return the metrics of the steps after `after_step` that are still in memory."""
         return self._control.recall_metrics(after_step)
 
-    @ray.method(concurrency_group="control", num_returns=2)
+    @ray.method(concurrency_group="samples", num_returns=2)
     def take_sample(self, after_step: int) -> tuple[AuditSample | None, Any]:
         """Return the last sample for audits by spares, and its weights; see `SampleStore.take`."""
         return self._control.samples.take(after_step)

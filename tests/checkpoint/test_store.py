@@ -155,7 +155,12 @@ def test_a_run_starts_over_if_nothing_after_its_start_is_trusted(store, ranks):
     store.distrust(0, 2, "no audit yet")
     assert find_newest_checkpoint(store, warnings.append) is None
     assert warnings[-1].startswith("checkpoint skipped: ")
-    (ranks.publish(store, 30, generation=3) / "rank-00000.safetensors").unlink()
+    ranks.publish(store, 30, generation=3)
+    store.distrust(25, 3, "much later")
+    with pytest.raises(CheckpointCorruptedError, match="remove them to start over"):
+        find_newest_checkpoint(store, warnings.append)
+    store.distrust(0, 3, "the start again")
+    (ranks.publish(store, 40, generation=4) / "rank-00000.safetensors").unlink()
     with pytest.raises(CheckpointCorruptedError, match="remove them to start over"):
         find_newest_checkpoint(store, warnings.append)
 
@@ -287,7 +292,6 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from conftest import FakeRanks
 from raytrain_hpc.checkpoint.store import CheckpointStore
-from raytrain_hpc.driver.run_setup import find_newest_checkpoint
 
 def publish_forever():
     store = CheckpointStore(Path(sys.argv[1]))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_hpc.driver import spare_audits
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
@@ -50,6 +50,7 @@ class Run:
 
     def __init__(self, num_ranks: int = 2):
         self.layout, self.records = Layout(dp_replicate=num_ranks), list[dict[str, Any]]()
+        self.rank = min(1, num_ranks - 1)  # that is audited
         self.audits, self.spare = SpareAudits(SimpleNamespace()), Spare()  # type: ignore[arg-type]
         self.samples: list[AuditSample | None] = [None] * num_ranks
         spec = make_worker_spec(make_small_config(None, *WORDS), 1, steps_to=50)
@@ -57,30 +58,34 @@ class Run:
         self.begin(1)
 
     def begin(self, generation: int) -> None:
+        self.generation = generation
         self.audits.begin_generation(replace(self._spec, generation=generation), "spec", self.records.append)
 
     def set_samples(self, traces: Any, *, step: int = 4, rank: int = 1) -> None:
+        rank = min(rank, self.rank)
         source = (rank + 1) % len(self.samples)
         audit = SpareAudit(step, Layout(), (rank,), (3,), (source,))
         self.samples = [None] * len(self.samples)
-        self.samples[source] = AuditSample(audit, source, index={})
-        own = AuditSample(audit, rank, (tuple(map(tuple, traces)))) if source != rank else None
-        self.samples[rank] = own or AuditSample(audit, rank, tuple(map(tuple, traces)), index={})
+        self.samples[source] = AuditSample(audit, self.generation, source, index={})
+        own = AuditSample(audit, self.generation, rank, (tuple(map(tuple, traces)))) if source != rank else None
+        self.samples[rank] = own or AuditSample(audit, self.generation, rank, tuple(map(tuple, traces)), index={})
 
     def audit(self, *answers: Any, step: int = 5) -> list[Any]:
         """Let the audit of the samples run to its end, with these answers of the spare; return the faulty ones."""
         self.spare.answers += answers
         faulty = []
         for _ in range(5):
-            faulty += self.audits.update(list(map(self._make_member, self.samples)), [self.spare], step)
+            members = [self._make_member(rank, sample) for rank, sample in enumerate(self.samples)]
+            faulty += self.audits.update(members, [self.spare], step)
         return faulty
 
-    def _make_member(self, sample: AuditSample | None) -> Any:
+    def _make_member(self, rank: int, sample: AuditSample | None) -> Any:
         def take(after_step: int) -> tuple[FakeRef, FakeRef]:
             is_new = sample is not None and sample.audit.step > after_step
             return FakeRef().resolve(sample if is_new else None), FakeRef().resolve(None)
 
-        return SimpleNamespace(actor=SimpleNamespace(take_sample=SimpleNamespace(remote=take)))
+        info = {"node": "n", "node_id": "id", "pid": 100 + rank}
+        return SimpleNamespace(actor=SimpleNamespace(take_sample=SimpleNamespace(remote=take)), info=info)
 
     def get_incidents(self) -> list[tuple[str, int | None, str]]:
         incidents = [record for record in self.records if record["type"] == "incident"]
@@ -100,12 +105,13 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         return [ref for ref in references if ref.ready], [ref for ref in references if not ref.ready]
 
     monkeypatch.setattr(spare_audits, "ray", SimpleNamespace(get=get, wait=wait))
+    monkeypatch.setattr(spare_audits, "_REQUEST_INTERVAL_S", 0.0)
 
 
 def test_equal_traces_are_counted_and_reported_at_the_end() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(RIGHT) == [] and run.audits.disagreement is None and run.records == []
+    assert run.audit(RIGHT) == [] and not run.audits.has_dispute and run.records == []
     run.audits.end_generation()
     assert "1 microbatches again" in run.records[0]["text"] and len(run.records) == 1
 
@@ -120,6 +126,14 @@ def test_nothing_is_asked_before_there_is_a_new_sample() -> None:
     assert run.spare.answers == [WRONG], "the sample of step 5 was audited, that of step 10 is not there yet"
 
 
+def test_a_sample_of_an_earlier_generation_is_ignored() -> None:
+    run = Run()
+    run.set_samples(RIGHT)
+    run.begin(2)
+    run.audit(WRONG)
+    assert run.spare.answers == [WRONG]
+
+
 def test_samples_of_different_steps_are_not_compared() -> None:
     run = Run()
     run.set_samples(RIGHT, step=9)
@@ -127,13 +141,13 @@ def test_samples_of_different_steps_are_not_compared() -> None:
     run.set_samples(RIGHT)
     run.samples[0] = later[0]
     run.audit(WRONG, step=12)
-    assert run.spare.answers == [WRONG] and run.audits.disagreement is None
+    assert run.spare.answers == [WRONG] and not run.audits.has_dispute
 
 
 def test_an_error_of_a_spare_that_is_gone_when_repeated_is_an_incident() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(WRONG, RIGHT) == [] and run.audits.disagreement is None
+    assert run.audit(WRONG, RIGHT) == [] and not run.audits.has_dispute
     ((kind, rank, reason),) = run.get_incidents()
     assert (kind, rank) == ("silent corruption", None) and "gradient of w first), right when repeated" in reason
 
@@ -141,87 +155,168 @@ def test_an_error_of_a_spare_that_is_gone_when_repeated_is_an_incident() -> None
 def test_a_spare_that_computes_something_else_each_time_is_at_fault() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(WRONG, OTHER) == [run.spare] and run.audits.disagreement is None
+    assert run.audit(WRONG, OTHER) == [run.spare] and not run.audits.has_dispute
     assert [incident[:2] for incident in run.get_incidents()] == [("faulty device", None)]
 
 
 def test_spares_audit_no_more_if_two_in_a_row_are_at_fault(caplog: pytest.LogCaptureFixture) -> None:
-    """As with callbacks that change what passes compute."""
     run = Run()
     for spare, step in ((Spare(7), 4), (Spare(8), 9)):
         run.spare = spare
         run.set_samples(RIGHT, step=step)
         assert run.audit(WRONG, OTHER, step=step + 1) == [spare]
-    assert "spares do not run them" in caplog.text
+    assert "two spares in a row have computed something else than ranks, so they audit no more" in caplog.text
     run.begin(2)
     run.set_samples(RIGHT, step=14)
     assert run.audit(WRONG, step=20) == [] and run.spare.answers == [WRONG]
 
 
-def disagree(run: Run) -> None:
-    run.set_samples(RIGHT)
-    assert run.audit(WRONG, WRONG) == [] and run.audits.take_request() and not run.audits.take_request()
+def dispute(run: Run) -> None:
+    """Let a spare agree with a rank, and disagree about the next sample."""
+    run.set_samples(RIGHT, step=4)
+    run.audit(RIGHT)
+    run.set_samples(RIGHT, step=9)
+    assert run.audit(WRONG, WRONG, step=10) == [] and run.audits.take_request() and not run.audits.take_request()
     end = run.audits.explain_end([REPLICAS_DIFFER])
-    assert end is not None and (end.rank, end.kind, end.trusted_step) == (1, "disputed", 4)
-    assert "microbatch 3 of step 5 differently, twice alike (gradient of w first)" in end.reason
+    assert end is not None and (end.rank, end.kind, end.trusted_step) == (run.rank, "disputed", 9)
+    assert "microbatch 3 of step 10 differently, twice alike (gradient of w first)" in end.reason
     run.audits.end_generation()
     run.begin(2)
     assert not run.audits.take_request() and run.audits.explain_end([REPLICAS_DIFFER]) is None
+    run.records.clear()
+
+
+def test_the_run_goes_back_however_the_disputed_generation_ends() -> None:
+    for kinds in (["died", REPLICAS_DIFFER], ["raised"], []):
+        run = Run()
+        run.set_samples(RIGHT)
+        run.audit(RIGHT)
+        run.set_samples(RIGHT, step=9)
+        run.audit(WRONG, WRONG, step=10)
+        end = run.audits.explain_end(kinds)
+        assert run.audits.is_disputed and end is not None and end.trusted_step == 9
+
+
+def test_a_difference_before_any_agreement_is_disputed_once_there_is_one() -> None:
+    run = Run()
+    run.set_samples(RIGHT)
+    assert run.audit(WRONG, WRONG) == [] and not run.audits.has_dispute
+    run.set_samples(RIGHT, step=9)
+    run.audit(RIGHT, step=10)
+    end = run.audits.explain_end([])
+    assert end is not None and (end.kind, end.trusted_step) == ("disputed", 4)
+
+
+def test_spares_that_never_agree_audit_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """As with callbacks that change what passes compute. No rank and no spare is replaced."""
+    run = Run()
+    for step in (4, 9, 14):
+        run.set_samples(RIGHT, step=step)
+        assert run.audit(WRONG, WRONG, step=step + 1) == [] and not run.audits.has_dispute
+    assert "spares have never computed the bits of ranks, so they audit no more" in caplog.text
+    run.begin(2)
+    run.set_samples(RIGHT, step=19)
+    assert run.audit(WRONG, step=20) == [] and run.spare.answers == [WRONG] and run.get_incidents() == []
 
 
 def test_a_rank_that_computes_like_the_spare_afterwards_was_wrong() -> None:
     run = Run()
-    disagree(run)
-    run.set_samples(WRONG)
-    assert run.audit(WRONG) == [] and run.audits.disagreement is None
+    dispute(run)
+    run.set_samples(WRONG, step=9)
+    assert run.audit(WRONG, step=10) == [] and not run.audits.has_dispute
     assert [incident[:2] for incident in run.get_incidents()] == [("silent corruption", 1)]
+    assert run.records[0]["pid"] == 101, "of the process that was wrong"
+    assert run.spare.suspected_in == 0
 
 
 def test_a_spare_that_is_wrong_again_is_at_fault() -> None:
     run = Run()
-    disagree(run)
-    run.set_samples(RIGHT)
-    assert run.audit(WRONG, WRONG) == [run.spare] and run.audits.disagreement is None
+    dispute(run)
+    run.set_samples(RIGHT, step=9)
+    assert run.audit(WRONG, WRONG, step=10) == [run.spare] and not run.audits.has_dispute
     assert [incident[:2] for incident in run.get_incidents()] == [("silent corruption", None), ("faulty device", None)]
 
 
-def test_a_disagreement_ends_when_ranks_find_the_faulty_one() -> None:
+def test_a_spare_that_disagrees_about_another_step_meanwhile_is_at_fault() -> None:
+    """The ranks have audited their first step by then, and have found nothing."""
     run = Run()
-    disagree(run)
-    assert run.audits.explain_end(["faulty device", REPLICAS_DIFFER]) is None and run.audits.disagreement is None
+    dispute(run)
+    run.set_samples(RIGHT, step=4)
+    assert run.audit(WRONG, WRONG, step=5) == [run.spare]
 
 
-def test_a_disagreement_is_dropped_if_its_step_is_not_audited_again() -> None:
+def test_the_spare_that_was_wrong_is_named_although_another_one_audits_now() -> None:
     run = Run()
-    disagree(run)
+    dispute(run)
+    first, run.spare = run.spare, Spare(8)
+    run.spare.info["pid"] = 5
     run.set_samples(RIGHT, step=9)
-    run.audit(RIGHT, step=10)
-    assert run.audits.disagreement is None and run.get_incidents() == []
+    assert run.audit(RIGHT, step=10) == []
+    assert [record["pid"] for record in run.records if record["type"] == "incident"] == [first.info["pid"]]
+
+
+def test_a_dispute_ends_when_ranks_find_the_faulty_one() -> None:
+    run = Run()
+    dispute(run)
+    assert run.audits.explain_end(["faulty device", REPLICAS_DIFFER]) is None and not run.audits.has_dispute
+
+
+def test_a_spare_is_accused_if_its_step_is_not_sampled_again_and_ranks_find_nothing() -> None:
+    run = Run()
+    dispute(run)
+    run.set_samples(RIGHT, step=14)
+    run.audit(RIGHT, step=15)
+    assert not run.audits.has_dispute and run.get_incidents() == []
+    run.set_samples(RIGHT, step=19)
+    assert run.audit(WRONG, WRONG, step=20) == [run.spare]
 
 
 def test_without_another_rank_the_one_that_a_spare_disagrees_with_again_is_replaced() -> None:
-    """Either can be at fault: the spare becomes the rank."""
+    """Either can be at fault: the spare becomes the rank. What follows is another dispute."""
     run = Run(num_ranks=1)
-    run.set_samples(RIGHT, rank=0)
-    run.audit(WRONG, WRONG)
-    assert run.audits.explain_end([REPLICAS_DIFFER]).kind == "disputed"  # type: ignore[union-attr]
-    run.begin(2)
-    assert run.audit(WRONG, WRONG) == []
-    assert run.audits.explain_end([REPLICAS_DIFFER]).kind == "suspected"  # type: ignore[union-attr]
-    assert run.get_incidents() == []
+    dispute(run)
+    run.set_samples(RIGHT, step=9)
+    assert run.audit(WRONG, WRONG, step=10) == []
+    end = run.audits.explain_end([REPLICAS_DIFFER])
+    assert end is not None and end.kind == "suspected" and run.spare.suspected_in == 2
+    assert not run.audits.has_dispute and run.get_incidents() == []
+    run.begin(3)
+    run.set_samples(RIGHT, step=14)
+    run.audit(WRONG, WRONG, step=15)
+    end = run.audits.explain_end([REPLICAS_DIFFER])
+    assert end is not None and end.kind == "disputed"
+
+
+def test_audits_that_fail_again_and_again_are_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    for step in (4, 9, 14):
+        run.set_samples(RIGHT, step=step)
+        assert run.audit(RayError("out of memory"), step=step + 1) == []
+    assert "several audits in a row have failed" in caplog.text
+    run.set_samples(RIGHT, step=19)
+    run.audit(RIGHT, step=20)
+    assert run.spare.answers == [RIGHT]
+
+
+def test_a_difference_that_was_not_computed_again_is_noted() -> None:
+    run = Run()
+    run.set_samples(RIGHT)
+    run.audit(WRONG)  # the second computation is in progress
+    run.audits.end_generation()
+    assert "microbatch of step 5 differently than a rank, once so far" in run.records[0]["text"]
 
 
 def test_a_dead_spare_is_left_to_its_warm_up(caplog: pytest.LogCaptureFixture) -> None:
     run = Run()
     run.set_samples(RIGHT)
     assert run.audit(ActorDiedError()) == [] and run.spare.warmup.is_cold
-    assert run.audits.disagreement is None and "an audit by a spare failed" in caplog.text
+    assert not run.audits.has_dispute and "an audit by a spare failed" in caplog.text
 
 
 def test_a_cancelled_audit_says_nothing() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(None) == [] and run.audits.disagreement is None and run.records == []
+    assert run.audit(None) == [] and not run.audits.has_dispute and run.records == []
     run.set_samples(RIGHT, step=9)
     run.audit(step=10)  # in progress
     run.audits.end_generation()

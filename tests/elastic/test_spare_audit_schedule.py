@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, count_ranks_per_unit
@@ -31,7 +33,14 @@ def make_schedule(layout: Layout, *words: str) -> SpareAuditSchedule:
     config = make_small_config(None, "train.deterministic=elastic", *words)
     microbatches = tuple(range(2 * rank, 2 * rank + 2) for rank in range(layout.dp_size))
     schedule = AuditSchedule(3, 1, microbatches, count_ranks_per_unit(layout))
-    return SpareAuditSchedule(schedule, layout, get_unit_layout(config, layout))
+    by_ranks = replace(schedule, interval=0)
+    return SpareAuditSchedule(schedule, by_ranks, layout, get_unit_layout(config, layout))
+
+
+def test_a_step_that_ranks_audit_is_sampled_one_step_later() -> None:
+    schedule = make_schedule(Layout(dp_replicate=2))
+    schedule = replace(schedule, by_ranks=replace(schedule.schedule, interval=6, more_steps=frozenset([8])))
+    assert [step + 1 for step in range(24) if schedule.is_due(step)] == [3, 7, 10, 13, 15, 19, 21]
 
 
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS)
@@ -83,9 +92,9 @@ def test_as_few_spares_as_have_the_same_bits(words: list[str], layout: Layout, n
 
 def test_interval_needs_audits_and_spares() -> None:
     def choose(*words: str) -> int:
-        return choose_spare_interval(make_small_config(None, "train.deterministic=elastic", *words), [range(1)])
+        return choose_spare_interval(make_small_config(None, "train.deterministic=elastic", *words))
 
     assert choose("fault.audit_interval=auto") == choose("cluster.spares=1") == 0
     both = ("fault.audit_interval=auto", "cluster.spares=1")
     assert choose(*both, "fault.spare_audit_interval=7") == 7 and choose(*both, "fault.spare_audit_interval=0") == 0
-    assert choose(*both) > 1
+    assert choose(*both) > 1 and choose("fault.audit_interval=1", "cluster.spares=1") == 0

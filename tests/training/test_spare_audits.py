@@ -137,7 +137,7 @@ def test_a_sample_is_not_overwritten_while_it_is_read() -> None:
     store, plan = SampleStore(), SpareAudit(4, Layout(), (0,), (0,), (0,))
     assert store.take(-1) == (None, None) and store.begin()
     block: Any = WatchedBlock(store)
-    store.put(AuditSample(plan, 0, index={}), block)
+    store.put(AuditSample(plan, 1, 0, index={}), block)
     assert store.take(4) == (None, None) and block.can_begin
     sample, taken = store.take(3)
     assert sample is not None and sample.audit is plan and taken is block and not block.can_begin
