@@ -92,6 +92,17 @@ def start(cluster: TwoNodeCluster, run_dir: Path, *words: str) -> subprocess.Pop
     )
 
 
+def wait_for_success(process: subprocess.Popen[str]) -> str:
+    """Return the output of a run when it has ended with code 0; fail otherwise, or after two minutes."""
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0, output
+    return output
+
+
 def wait_until(
     condition: Callable[[list[dict[str, Any]]], bool], run_dir: Path, process: subprocess.Popen[str]
 ) -> None:
@@ -141,12 +152,7 @@ def test_a_node_whose_network_is_down_is_left(cluster: TwoNodeCluster, pool: War
     words, run_dir = ["parallel.zero=3", "cluster.workers=4", "train.steps=150"], tmp_path / "run"
     reference = get_step_metrics(pool.train(make_small_config(None, *ELASTIC, *words))[0])
     process = start(cluster, run_dir, *words, *throttle(4, "{kind: network_down, rank: 3, step: 10}"))
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0, output
+    output = wait_for_success(process)
     (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
     assert (incident["kind"], incident["ranks"], incident["world_after"]) == ("link down", [2, 3], 2), output
     assert incident["step"] == 9 and incident["steps_lost"] == 0 and incident["recovered_s"] < 5
@@ -165,12 +171,7 @@ def test_the_node_of_a_rank_that_computes_wrong_is_left(
     fault = "fault.inject=[{kind: bitflip_activation, rank: 3, step: 14, bit: 12, persistent: true}]"
     audits = ["fault.audit_interval=5", "fault.keep_verified_state=true", "fault.stall_timeout=20"]
     process = start(cluster, run_dir, *words, fault, *audits)
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0, output
+    output = wait_for_success(process)
     (incident,) = [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
     assert (incident["kind"], incident["rank"], incident["step"] + 1) == ("faulty device", 3, 15), output
     assert (incident["world_after"], incident["steps_lost"]) == (2, 4), output
