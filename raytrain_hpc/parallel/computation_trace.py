@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from raytrain_hpc.state.tensor_hash import compute_hash
+
 EntryKind = Literal["sent", "received", "contributed"]
-_NUM_LANES = 512  # sums of 64-bit words that a hash combines with different weights
-_WORD_BYTES = 8
 
 
 class Trace:
@@ -227,33 +226,3 @@ def describe_gradient(name: str) -> str:
 def describe_gradients(names: Sequence[str]) -> str:
     """Return the label of the gradients of some parameters, in the order of their names."""
     return describe_gradient(names[0]) if len(names) == 1 else f"gradients of {names[0]} to {names[-1]}"
-
-
-@torch.no_grad()
-def compute_hash(tensor: Tensor) -> Tensor:
-    """Return a hash of the bits of a tensor, an int64 scalar on its device, at memory bandwidth.
-
-    Words of 64 bits are summed in lanes, and the lanes are summed with odd weights, modulo 2**64. One changed word is
-    always detected; several, unless their changes cancel.
-    """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if not flat.numel():
-        return torch.zeros((), dtype=torch.int64, device=flat.device)
-    if flat.data_ptr() % _WORD_BYTES or flat.storage_offset() % _WORD_BYTES:
-        flat = flat.clone()
-    row_bytes = _NUM_LANES * _WORD_BYTES
-    num_whole = flat.numel() // row_bytes * row_bytes
-    lanes = flat[:num_whole].view(torch.int64).view(-1, _NUM_LANES).sum(dim=0)
-    if num_whole < flat.numel():
-        rest = flat.new_zeros(row_bytes)
-        rest[: flat.numel() - num_whole] = flat[num_whole:]
-        lanes += rest.view(torch.int64)
-    return (lanes * _get_lane_weights(flat.device)).sum()
-
-
-@cache
-def _get_lane_weights(device: torch.device) -> Tensor:
-    """Return odd numbers, int64 [_NUM_LANES]: multiples of the golden ratio, as in Fibonacci hashing."""
-    numbers = torch.arange(1, _NUM_LANES + 1, dtype=torch.int64)
-    golden_ratio = 0x9E3779B97F4A7C15 - (1 << 64)
-    return (numbers * golden_ratio).bitwise_or_(1).to(device)

@@ -16,7 +16,8 @@ from raytrain_hpc.elastic.shard_holders import ParameterKind
 from raytrain_hpc.optim.matrix_exchange import Matrix, MatrixExchange
 from raytrain_hpc.optim.muon import Muon
 from raytrain_hpc.optim.optimizer import MOMENT_NAMES
-from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace, compute_hash
+from raytrain_hpc.parallel.computation_trace import ShardTraces, Trace
+from raytrain_hpc.state.tensor_hash import compute_hash
 from raytrain_hpc.training.shard_recomputation import Inputs, Regions, ShardRecomputation, select
 from raytrain_hpc.training.update_audits import GRADIENT, WEIGHT, copy_inputs, get_moment_device, trace_results
 

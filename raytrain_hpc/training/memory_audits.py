@@ -10,8 +10,8 @@ from torch import Tensor
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.distributed.replica_check import CorruptionError
-from raytrain_hpc.parallel.computation_trace import compute_hash
 from raytrain_hpc.state.sharded_state import ShardedState
+from raytrain_hpc.state.tensor_hash import compute_hash
 
 _AUDITED_STATE = ("model.", "optimizer.")  # not the state of callbacks, which they may change between two steps
 
