@@ -60,6 +60,7 @@ class ExactGradientNorm(GradientNorm):
 
     limit = 0.0
     contribution: Tensor
+    _total: Tensor  # of the contributions of all ranks: the limit, and the sum of squares modulo 2**64
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
@@ -71,10 +72,12 @@ class ExactGradientNorm(GradientNorm):
         self.limit = largest.item()
         digits = sum_squares(chunks, self.limit, self._device)
         self.contribution = torch.cat([own_largest.view(1).view(torch.int64), digits])
-        if not math.isfinite(self.limit) or not self.limit:
-            return largest
-        if self._group is not None:
+        is_measured = math.isfinite(self.limit) and self.limit
+        if self._group is not None and is_measured:
             dist.all_reduce(digits, group=self._group)
+        self._total = torch.stack([largest.view(torch.int64), join_digits(digits)])
+        if not is_measured:
+            return largest
         high, low = digits.tolist()
         root = math.sqrt(((high << _DIGIT_BITS) + low) * 2.0**-_SQUARE_BITS)
         return torch.tensor(math.ldexp(root, _get_exponent(self.limit)), dtype=torch.float64, device=self._device)
@@ -87,6 +90,20 @@ class ExactGradientNorm(GradientNorm):
         chunks = self._split(_select(gradients, regions))
         largest = find_largest(chunks, self._device).view(1).view(torch.int64)
         return torch.cat([largest, sum_squares(chunks, self.limit, self._device)])
+
+    def is_total_right(self) -> bool:
+        """Return whether the last norm is of what all ranks have contributed, which they exchange.
+
+        For audits. Collective if there is a group.
+        """
+        if self._group is None:
+            return True
+        contributions = [torch.empty_like(self.contribution) for _ in range(self._group.size())]
+        dist.all_gather(contributions, self.contribution, group=self._group)
+        gathered = torch.stack(contributions)
+        limit = gathered[:, 0].view(torch.float64).nan_to_num(nan=torch.inf).max()
+        digits = join_digits(gathered[:, 1:].sum(0))
+        return torch.equal(self._total, torch.stack([limit.view(torch.int64), digits]))
 
     def _split(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         max_elements = _KERNEL_ELEMENTS if is_accelerator(self._device) else _CACHED_ELEMENTS

@@ -67,7 +67,8 @@ class LossReducer:
     def __init__(self, context: ParallelContext, batching: Batching):
         layout = context.layout
         self._context, self._shape = context, (batching.count, layout.cp, 2)
-        self._local_range = batching.split_by_rank(layout.dp_size)[layout.get_dp_rank(context.rank)]
+        self._ranges = batching.split_by_rank(layout.dp_size)
+        self._local_range = self._ranges[layout.get_dp_rank(context.rank)]
         self.num_local_microbatches = (
             -(-batching.count // layout.dp_size) if layout.is_lockstep else len(self._local_range)
         )
@@ -93,6 +94,24 @@ class LossReducer:
         all_reduce(flat, context)
         by_microbatch = sums.sum(1)
         return StepTotals(torch.cat((sum_pairwise(by_microbatch), counts)), by_microbatch)
+
+    def is_right(self, losses: Tensor, totals: StepTotals) -> bool:
+        """Return whether totals are of the losses of all ranks, which they exchange. Collective over all ranks.
+
+        `losses`: as for `reduce`. For audits.
+        """
+        if self._context.world_group is None:
+            return True
+        layout, num_rows = self._context.layout, max(map(len, self._ranges))
+        contribution = losses.new_zeros(num_rows, 2)
+        torch.mul(losses[: len(self._local_range)], self._mask, out=contribution[: len(self._local_range)])
+        contributions = [torch.empty_like(contribution) for _ in range(layout.world_size)]
+        dist.all_gather(contributions, contribution, group=self._context.world_group)
+        sums = losses.new_zeros(self._shape)
+        for rank, of_rank in enumerate(contributions):
+            rows = self._ranges[layout.get_dp_rank(rank)]
+            sums[rows.start : rows.stop, layout.get_coordinates(rank)["cp"]] += of_rank[: len(rows)]
+        return torch.allclose(totals.by_microbatch, sums.sum(1), rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def make_duplicate_mask(context: ParallelContext) -> Tensor:

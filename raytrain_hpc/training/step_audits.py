@@ -33,6 +33,7 @@ from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.training.data_builder import Loader
 from raytrain_hpc.training.forward_backward import ForwardBackward
+from raytrain_hpc.training.loss_reduction import StepTotals
 from raytrain_hpc.training.matrix_audits import MatrixAudits
 from raytrain_hpc.training.memory_audits import MemoryAudits, StateChangedError, gather_texts
 from raytrain_hpc.training.model_update import ModelUpdate
@@ -41,6 +42,7 @@ from raytrain_hpc.training.shard_computations import ShardComputations
 from raytrain_hpc.training.shard_recomputation import ShardRecomputation
 from raytrain_hpc.training.spare_samples import SpareSamples
 from raytrain_hpc.training.state_builder import find_norm_regions, list_persistent_buffers
+from raytrain_hpc.training.total_audits import TotalAudits
 from raytrain_hpc.training.traced_passes import TracedPasses
 from raytrain_hpc.training.update_audits import UpdateAudits
 
@@ -78,7 +80,8 @@ def build_audits(
     spare_schedule = build_spare_schedule(spec.config, spec.layout, schedule)
     make_samples = partial(SpareSamples, generation=spec.generation, has_buffers=bool(buffers))
     samples = make_samples(spare_schedule, context, traced_passes, state, loader, control.samples)
-    return StepAudits(schedule, passes, memory, update, matrices, samples, context, report)
+    totals = TotalAudits(context, passes.raise_if_aborted, report)
+    return StepAudits(schedule, passes, memory, totals, update, matrices, samples, context, report)
 
 
 def _find_regions_of_first_holders(
@@ -104,6 +107,7 @@ class StepAudits:
     schedule: AuditSchedule
     passes: PassAudits
     memory: MemoryAudits
+    totals: TotalAudits
     update: UpdateAudits
     matrices: MatrixAudits | None  # with Muon only
     samples: SpareSamples
@@ -171,6 +175,16 @@ class StepAudits:
         run = partial(train, False)
         return self.samples.run_passes(step, run, read) if self.samples.is_due(step) else run()
 
+    def reduce_losses(
+        self, step: int, reduce: Callable[[], StepTotals], is_right: Callable[[StepTotals], bool]
+    ) -> StepTotals:
+        """Return what `reduce` returns, sums of losses and token counts over all ranks, verified by `is_right`.
+
+        Collective over all ranks. Raises as `TotalAudits.compute` does.
+        """
+        ranks = range(self.context.layout.world_size)
+        return self.totals.compute(step, "the sums of losses and token counts", reduce, is_right, ranks)
+
     def have_gradients_changed(self, step: int) -> bool:
         """Return whether reduced gradients of an audited step have changed in memory, or differ between their copies.
 
@@ -225,16 +239,20 @@ class StepAudits:
 
         Collective over all ranks. Raises as `verify_update` does.
         """
-        norm, scale = compute()
+        norm, scale = self._compute_norm(step, compute)
 
         def trace(draw: int, attempt: int) -> Mapping[ParameterKind, ShardTraces]:
             nonlocal norm, scale
             if attempt:
-                norm, scale = compute()
+                norm, scale = self._compute_norm(step, compute)
             return self.update.compute_clipping(draw, scale)
 
         self._clipped = self._audit(step, "the norm of gradients", trace)
         return norm, scale
+
+    def _compute_norm(self, step: int, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        ranks = self.context.get_state_ranks()
+        return self.totals.compute(step, "the norm of gradients", compute, self.update.is_norm_right, ranks)
 
     def verify_update(self, step: int, lr: float) -> None:
         """Verify what the optimizer will do with the current gradients. Collective over all ranks.

@@ -145,7 +145,7 @@ class Trainer:
         self.callbacks.run("post_forward_backward")
         self.wait_for_background_copies()
         with self.timers.phase("communication"):
-            totals = self.reduce_losses_and_requests(losses)
+            totals = self._reduce_losses(step, losses)
             grad_norm = self._clip_gradients(step, totals.num_tokens)
         if grad_norm is None:
             self.model_update.optimizer.zero_grad()
@@ -171,6 +171,13 @@ class Trainer:
             return self.audits.run_other_passes(step, train, lambda step, microbatch: other.read(microbatch))
         self.control.set_phase("saving")  # all state is read
         return self.audits.run_passes(step, train, lambda step, microbatch: other.read(microbatch))
+
+    def _reduce_losses(self, step: int, losses: Tensor) -> StepTotals:
+        """Sum losses and requests over all ranks, verified in a step that is audited."""
+        reduce = partial(self.reduce_losses_and_requests, losses)
+        if self.audits is None or not self.audits.is_due(step):
+            return reduce()
+        return self.audits.reduce_losses(step, reduce, partial(self.loss_reducer.is_right, losses))
 
     def _clip_gradients(self, step: int, num_tokens: Tensor) -> Tensor | None:
         """Clip the gradients and return their norm, or None if memory errors have spoilt those of an audited step."""

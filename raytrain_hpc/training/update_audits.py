@@ -62,6 +62,10 @@ class UpdateAudits:
             of_kind.other.add("contributed", "sum of squares", torch.zeros_like(error))
         return traces
 
+    def is_norm_right(self, _: object) -> bool:
+        """Return whether the norm is of what all ranks have contributed. Collective over the ranks that add it up."""
+        return self._norm.is_total_right()
+
     @property
     def _is_finite(self) -> bool:
         """Whether the norm is. If not, gradients are dropped: the bits of a NaN may depend on the kernel."""
