@@ -33,6 +33,8 @@ class ClassOptimizer(Optimizer):
     count, is whole on every rank that holds a part of the parameter: `other_state`. Numbers are stored as scalars.
     """
 
+    is_elementwise = False  # the state of a parameter as a whole is not
+
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],

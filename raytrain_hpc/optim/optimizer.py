@@ -69,7 +69,12 @@ class Optimizer:
     Moments exist from the start, so that every checkpoint has the same tensors. torch's functional optimizers are used,
     since its optimizer classes import TorchDynamo: 2 s and 74 MiB per worker. `storage` holds the moments; `elastic`
     makes the bits independent of the sharding. `canonical_names`: by local name, if they differ.
+
+    `is_elementwise`: whether the update of an element depends on nothing but its gradient and its own state, other than
+    for `matrix_names`.
     """
+
+    is_elementwise = True
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from raytrain_hpc.planner.rank_activations import ActivationModel, RankActivatio
 from raytrain_hpc.planner.stage_cache import StageCache
 from raytrain_hpc.planner.workload import LayoutChoice, Workload
 
+AUDIT_PART_BYTES = 256 << 20  # of weights, gradients and moments that audits copy at a time
 _FRAGMENTATION = 0.12  # of allocated memory, lost in the caching allocator
 
 
@@ -80,6 +81,8 @@ class MemoryModel:
                 )
                 last_layer = replace(full, activations=int(activations.last), working=int(activations.last_working))
                 footprints += [replace(full, gradients=first_gradients), last_layer]
+            if workload.audited:
+                footprints.append(_estimate_audit(workload, layout, full))
         largest = max(footprints, key=lambda footprint: footprint.allocated)
         return replace(largest, host=max(footprint.host for footprint in footprints))
 
@@ -130,6 +133,19 @@ def _estimate_rank(
         totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + message_itemsize + state_itemsize)
     working_bytes = max(head_bytes + activations.newest if has_head else 0.0, activations.working)
     return MemoryFootprint(*(int(total) for total in (*totals, activations.held, working_bytes, host_bytes)))
+
+
+def _estimate_audit(workload: Workload, layout: Layout, full: MemoryFootprint) -> MemoryFootprint:
+    """Return the footprint of a rank while it audits an update, when activations are gone.
+
+    It copies a part of the state, and gives the copy moments; under ZeRO the part was received from another rank. The
+    updates of all matrices of Muon are kept.
+    """
+    part = min(AUDIT_PART_BYTES, full.weights + full.gradients + full.moments)
+    working = part * (2.5 if layout.zero and layout.dp_shard > 1 else 1.5)
+    if workload.optimizer == "muon":
+        working += full.weights
+    return replace(full, activations=0, working=int(working))
 
 
 def _compute_head_bytes(workload: Workload, tokens: float, tp: int, residual_itemsize: int) -> float:

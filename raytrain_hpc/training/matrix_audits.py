@@ -61,7 +61,7 @@ class MatrixAudits:
                 device = self._context.device
                 self._updates |= {name: update.to(device) for name, update in updates.items()}
 
-        return self._recomputation.run(draw, list(momenta), get_inputs, compute)
+        return self._recomputation.run(draw, list(momenta), get_inputs, compute, in_pieces=False)
 
     def orthogonalize(self, num_attempts: int) -> list[Finding]:
         """Orthogonalize the updates, and return who has computed a matrix wrong. `num_attempts`: if results differ."""
@@ -102,7 +102,7 @@ class MatrixAudits:
         def get_inputs(name: str) -> Inputs:
             return {(WEIGHT, name): weights[name], (_UPDATE, name): updates[name]}
 
-        return self._recomputation.run(draw, list(updates), get_inputs, compute)
+        return self._recomputation.run(draw, list(updates), get_inputs, compute, in_pieces=False)
 
     def trace_state(self, trace: Trace) -> None:
         """Add the state of the matrices of this rank after the update to a trace."""

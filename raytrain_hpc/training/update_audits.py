@@ -50,7 +50,7 @@ class UpdateAudits:
                 trace.add("contributed", f"clipped gradient of {name}", gradient * scale.to(gradient.dtype))
 
         own = self._optimizer.get_gradients()
-        traces = self._recomputation.run(draw, own, lambda name: {(GRADIENT, name): own[name]}, compute)
+        traces = self._recomputation.run(draw, own, lambda name: {(GRADIENT, name): own[name]}, compute, in_pieces=True)
         if self._counts_own_regions:
             parts = [part for of_kind in traces.values() for part in measured.get(of_kind.own, ())]
         else:
@@ -83,7 +83,8 @@ class UpdateAudits:
         """Trace the gradients of this rank, which have been clipped."""
         trace = Trace()
         for name, gradient in self._optimizer.get_gradients().items() if self._is_finite else ():
-            trace.add("contributed", f"clipped gradient of {name}", gradient)
+            for piece in self._recomputation.split({(GRADIENT, name): gradient}):
+                trace.add("contributed", f"clipped gradient of {name}", piece[GRADIENT, name])
         return trace
 
     def compute_update(self, draw: int, lr: float) -> dict[ParameterKind, ShardTraces]:
@@ -101,13 +102,16 @@ class UpdateAudits:
         def get_inputs(name: str) -> Inputs:
             return {(GRADIENT, name): gradients[name], **self._get_state(name, weights[name])}
 
-        return self._recomputation.run(draw, names, get_inputs, compute)
+        in_pieces = self._optimizer.is_elementwise
+        return self._recomputation.run(draw, names, get_inputs, compute, in_pieces=in_pieces)
 
     def trace_state(self, trace: Trace) -> None:
         """Add the state of the parameters of this rank after the update to a trace."""
         weights = self._optimizer.weights
         for name in self._updated_names:
-            trace_results(trace, self._get_state(name, weights[name]))
+            state = self._get_state(name, weights[name])
+            for piece in self._recomputation.split(state) if self._optimizer.is_elementwise else (state,):
+                trace_results(trace, piece)
         self._optimizer.release_memory()
 
     def _get_state(self, name: str, weight: Tensor) -> dict[tuple[str, str], Tensor]:

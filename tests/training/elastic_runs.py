@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.parallel.layout_run import GPT2, LLAMA, load_full_state
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
@@ -71,5 +73,5 @@ def _compute_digest(directory: Path) -> str:
     """Return a hash of the whole state after the last step, but for what callbacks keep."""
     state, digest = load_full_state(directory, STEPS), hashlib.sha256()
     for name in sorted(state.keys() - {"callbacks.values"}):
-        digest.update(name.encode() + state[name].numpy().tobytes())
+        digest.update(name.encode() + state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
