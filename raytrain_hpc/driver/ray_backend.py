@@ -215,8 +215,8 @@ class RayWorkerGroup:
 
     def _launch_generation(self, spec: WorkerSpec, on_record: Callable[[Record], None]) -> None:
         """Start the run calls of all members, and watch the new ranks."""
-        is_disputed = self._spare_audits.has_dispute
-        spec = self._locations.plan_restore(replace(spec, audits_first_step=is_disputed), self._workers)
+        disputed_step = self._spare_audits.disputed_step
+        spec = self._locations.plan_restore(replace(spec, disputed_step=disputed_step), self._workers)
         self.discard_state()  # members report theirs when they end; that of other workers becomes outdated
         self._generation = spec.generation
         self._locations.begin_generation(spec, self._workers)

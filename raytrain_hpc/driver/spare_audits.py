@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 _MAX_FAULTY = 2  # spares in a row that are at fault, after which they are not likely to be what is wrong
 _MAX_UNEQUAL = 3  # audits from the start of a run that all differ, after which it is not a fault that differs
 _MAX_FAILED = 3  # audits in a row that fail, as for lack of memory
-_REQUEST_INTERVAL_S = 0.5  # between two requests for samples
+_REQUEST_INTERVAL_S = 0.1  # between two requests for samples
+_MIN_DELAY_STEPS = 2  # committed steps after a request from which on all ranks know of it, if steps are long
 _STUCK_S = 30.0  # after one spare of an audit has failed, until the others are replaced
 
 Samples = Sequence[tuple[AuditSample, Any]]  # of all ranks of an audit, with references to their weights
@@ -93,7 +94,8 @@ class SpareAudits:
         self._on_record: Callable[[Record], None] = _ignore_record
         self._spec_ref: Any = None
         self._generation, self._interval, self._num_spares, self._num_calls = 0, 0, 0, 0
-        self._last_step = -1  # of the last sample that was received
+        self._next_step = 0  # the first one that ranks may sample
+        self._requested_at = 0  # committed steps at the last request for samples
         self._next_request = 0.0  # monotonic seconds at which samples may be asked for again
         self._requests: list[Any] = []  # for the samples of all ranks: references to the sample, and to its weights
         self._running: _RunningAudit | None = None
@@ -109,9 +111,9 @@ class SpareAudits:
         self._accused: set[int] = set()  # ids of the spares that were wrong in a dispute
 
     @property
-    def has_dispute(self) -> bool:
-        """Whether a dispute is not settled: ranks are to audit the first step of the next generation."""
-        return self._dispute is not None
+    def disputed_step(self) -> int | None:
+        """The last step before the one of a dispute that is not settled: the next generation computes it again."""
+        return None if self._dispute is None else self._dispute.disagreement.audit.step
 
     def begin_generation(self, spec: WorkerSpec, spec_ref: Any, on_record: Callable[[Record], None]) -> None:
         """Audit this generation from now on. `on_record`: takes incidents and notes."""
@@ -119,7 +121,7 @@ class SpareAudits:
         self._interval = 0 if self._off_reason else choose_spare_interval(spec.config)
         unit = get_unit_layout(spec.config, spec.layout)
         self._num_spares, self._has_other_ranks = unit.world_size, spec.layout.dp_size > unit.dp_size
-        self._last_step, self._is_new = spec.start_step - 1, False
+        self._next_step, self._is_new = max(spec.start_step, self.disputed_step or 0), False
 
     def end_generation(self) -> None:
         """Cut the audit in progress short, since its spares may become ranks, and report how many have been made."""
@@ -146,16 +148,28 @@ class SpareAudits:
         if self._running is not None:
             return self._finish_calls(self._running)
         if self._requests:
-            self._receive_samples(members, idle)
+            self._receive_samples(members, idle, committed_step)
         elif len(idle) >= self._num_spares and self._is_sampled(committed_step):
             self._next_request = time.monotonic() + _REQUEST_INTERVAL_S
-            self._requests = [member.actor.take_sample.remote(self._last_step) for member in members]
+            self._requested_at = committed_step
+            self._requests = [member.actor.take_sample.remote() for member in members]
         return []
 
     def _is_sampled(self, committed_step: int) -> bool:
-        """Return whether ranks can have a later sample than the last one: that of step k + 1 follows k committed."""
-        is_later = committed_step // self._interval > (self._last_step + 1) // self._interval
-        return is_later and time.monotonic() >= self._next_request
+        """Return whether ranks can have a sample: the first one that is due from `_next_step` on."""
+        return committed_step >= self._first_sampled and time.monotonic() >= self._next_request
+
+    @property
+    def _first_sampled(self) -> int:
+        """The first step from `_next_step` on that is due; ranks sample the next one if they audit this one."""
+        return -(-(self._next_step + 1) // self._interval) * self._interval
+
+    def _clear_samples(self, members: Sequence[Worker], committed_step: int) -> None:
+        """Let ranks sample again, from a step on before which all of them know it."""
+        delay_steps = _MIN_DELAY_STEPS + 2 * (committed_step - self._requested_at)
+        self._next_step = committed_step + delay_steps
+        for member in members:
+            member.actor.clear_sample.remote(self._next_step)
 
     @property
     def is_disputed(self) -> bool:
@@ -186,7 +200,7 @@ class SpareAudits:
             self._close_dispute()
         return DisputedEnd(found[0].rank, kind, reason, audit.step)
 
-    def _receive_samples(self, members: Sequence[Worker], idle: Sequence[Worker]) -> None:
+    def _receive_samples(self, members: Sequence[Worker], idle: Sequence[Worker], committed_step: int) -> None:
         """Start an audit when all ranks have answered, if their samples are of one step."""
         if ray.wait(refs := [sample for sample, _ in self._requests], num_returns=len(refs), timeout=0)[1]:
             return
@@ -195,18 +209,18 @@ class SpareAudits:
             answers = ray.get(refs)
         except RayError:  # a rank is lost, which others notice
             return
-        taken = [
-            (sample, weights)
-            for sample, (_, weights) in zip(answers, requests, strict=True)
-            if sample is not None and sample.generation == self._generation
-        ]
-        if not taken:
+        by_step: dict[int, list[tuple[AuditSample, Any]]] = {}
+        for sample, (_, weights) in zip(answers, requests, strict=True):
+            if sample is not None and sample.generation == self._generation:
+                by_step.setdefault(sample.audit.step, []).append((sample, weights))
+        # Ranks that are not in an audit wait with a sample of a later one; some may have missed its step.
+        complete = [step for step, samples in by_step.items() if _is_complete(samples)]
+        # Without any sample of this generation, the number of committed steps can still be that of an earlier one.
+        if complete or (by_step and self._requested_at > self._first_sampled + 1):
+            self._clear_samples(members, committed_step)
+        if not complete or len(idle) < self._num_spares:
             return
-        self._last_step = max(sample.audit.step for sample, _ in taken)
-        samples = [(sample, weights) for sample, weights in taken if sample.audit.step == self._last_step]
-        audit = samples[0][0].audit
-        if {sample.rank for sample, _ in samples} != {*audit.ranks, *audit.sources} or len(idle) < self._num_spares:
-            return  # some ranks have a sample of a later step by now
+        samples = by_step[max(complete)]
         self._running = _RunningAudit(samples, members, idle[: self._num_spares], [], time.time())
         self._settle(self._running)
         self._start_calls(self._running)
@@ -272,7 +286,7 @@ class SpareAudits:
         findings = find_differences(audit, running.of_ranks, first, "spares")
         is_unstable = bool(find_differences(audit, first, second, "spares"))
         guilty = [running.spares[finding.rank] for finding in findings]
-        if differs and (is_unstable or any(map(self._is_known, guilty))):
+        if differs and (is_unstable or any(spare.worker_id in self._accused for spare in guilty)):
             self._report(running.spares, running, findings, FAULTY_DEVICE, "wrong again when repeated")
             self._num_faulty += 1
             if self._num_faulty == _MAX_FAULTY:
@@ -289,11 +303,6 @@ class SpareAudits:
         if self._num_unequal == _MAX_UNEQUAL:
             self._stop("spares have never computed the bits of ranks")
         return []
-
-    def _is_known(self, spare: Worker) -> bool:
-        """Return whether a spare that disagrees has done so before, and other ranks have found no rank at fault."""
-        is_disputing = self._dispute is not None and self._has_other_ranks and spare in self._dispute.spares
-        return is_disputing or spare.worker_id in self._accused
 
     def _open_held(self) -> None:
         """Go back after a dispute from before spares had agreed with ranks for the first time."""
@@ -313,7 +322,7 @@ class SpareAudits:
     def _settle(self, running: _RunningAudit) -> None:
         """Tell who was wrong in the dispute, if ranks have computed its microbatch again."""
         dispute = self._dispute
-        if dispute is None or running.audit.step < dispute.disagreement.audit.step:
+        if dispute is None:
             return
         old, audit = dispute.disagreement, running.audit
         wrong = settle(old, audit, running.of_ranks)
@@ -346,6 +355,12 @@ class SpareAudits:
 
     def _note(self, text: str) -> None:
         self._on_record({"type": "note", "text": f"audits  {text}"})
+
+
+def _is_complete(samples: Samples) -> bool:
+    """Return whether samples of one step are of all ranks of its audit."""
+    audit = samples[0][0].audit
+    return {sample.rank for sample, _ in samples} == {*audit.ranks, *audit.sources}
 
 
 def _get_place(worker: Worker) -> Record:

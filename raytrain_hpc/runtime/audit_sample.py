@@ -33,30 +33,38 @@ class AuditSample:
 
 
 class SampleStore:
-    """The last sample of this rank, and the weights that belong to it. Thread-safe."""
+    """A sample of this rank, and the weights that belong to it, until they are cleared. Thread-safe."""
 
     def __init__(self) -> None:
         self._sample: AuditSample | None = None
         self._weights: NDArray[Any] | None = None
+        self._next_step = 0
         self._lock = threading.Lock()
 
-    def begin(self) -> bool:
-        """Drop the last sample, since the memory of its weights will be overwritten. False: it is being read."""
-        if not self._lock.acquire(blocking=False):
+    def clear(self, next_step: int = 0) -> None:
+        """Drop the sample. The next one is to be of the step after `next_step` committed ones, or of a later one."""
+        with self._lock:
+            self._sample = self._weights = None
+            self._next_step = next_step
+
+    def is_wanted(self, step: int) -> bool:
+        """Return whether to sample the step after `step` committed ones: there is no sample, and it is not too early.
+
+        The memory of the weights of the last one can then be overwritten. All ranks get the same answer if `clear` has
+        told them in time from which step on.
+        """
+        if not self._lock.acquire(blocking=False):  # the last one is being read
             return False
-        self._sample = self._weights = None
+        is_wanted = self._sample is None and step >= self._next_step
         self._lock.release()
-        return True
+        return is_wanted
 
     def put(self, sample: AuditSample, weights: NDArray[Any] | None) -> None:
         """Store a sample. `weights`: a block of bytes laid out as its index says; None: it has no index."""
         with self._lock:
             self._sample, self._weights = sample, weights
 
-    def take(self, after_step: int) -> tuple[AuditSample | None, NDArray[Any] | None]:
-        """Return the sample and a copy of its weights if it is of a later step than `after_step`, else None twice."""
+    def take(self) -> tuple[AuditSample | None, NDArray[Any] | None]:
+        """Return the sample and a copy of its weights; None twice if there is none."""
         with self._lock:
-            sample, weights = self._sample, self._weights
-            if sample is None or sample.audit.step <= after_step:
-                return None, None
-            return sample, None if weights is None else weights.copy()
+            return self._sample, None if self._weights is None else self._weights.copy()

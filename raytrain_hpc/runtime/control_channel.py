@@ -96,7 +96,7 @@ class ControlChannel:
         """Clear requests at the start of a generation. The driver repeats any that still apply."""
         self._pause_event.clear()
         self._distrust_event.clear()
-        self.samples.begin()
+        self.samples.clear()
         self._stop_event.clear()
         self.set_phase("building")
 

@@ -87,7 +87,8 @@ class WorkerSpec:
     replication_pairs: tuple[tuple[int, int], ...] = ()  # (rank, the rank that holds a replica of its snapshots)
     last_checkpoint_time: float = 0.0  # Unix time of the last checkpoint, or of the start of the run; 0: unknown
     verified_step: int = 0  # no rank has computed wrong by this step, as far as audits tell
-    audits_first_step: bool = False  # audit its first step, because a rank and a spare disagree
+    # A rank and a spare disagree about the step after this one: audit the first step, and sample that one again.
+    disputed_step: int | None = None
     max_ranks_per_node: int = 1  # largest number of ranks on one node
     memory_generation: int | None = None  # the generation whose state of memory_step is restored; None: any
     # By rank: snapshots of lost ranks that the agent of its node holds, and that this rank is to open.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -82,9 +83,10 @@ def compute_again(
 
 def _load_weights(model: ParallelModel, weights: Weights, device: torch.device) -> None:
     """Fill the weights and buffers of a model from those of all sources, which may hold some of them twice."""
-    source = ShardedState(
-        shard for index, block in weights for shard in view_shards(torch.from_numpy(block), StateIndex.from_json(index))
-    )
+    with warnings.catch_warnings():  # Ray's arrays are read-only, and so are their uses here
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        blocks = [(StateIndex.from_json(index), torch.from_numpy(block)) for index, block in weights]
+    source = ShardedState(shard for index, block in blocks for shard in view_shards(block, index))
     reshard_state(build_weights(model), source, None, device)
 
 

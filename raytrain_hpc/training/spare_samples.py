@@ -74,7 +74,7 @@ class SpareSamples(Callback):
         """
         audit, rank = self._schedule.plan(step), self._context.rank
         is_source, is_audited = rank in audit.sources, rank in audit.ranks
-        if not (is_source or is_audited) or not self._store.begin():
+        if not (is_source or is_audited) or not self._store.is_wanted(step):
             return train()
         sample = AuditSample(audit, self._generation, rank)
         if is_source:

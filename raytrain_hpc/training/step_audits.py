@@ -64,7 +64,7 @@ def build_audits(
     interval = choose_interval(spec.config.fault.audit_interval, microbatches)
     if not interval or not isinstance(norm, ExactGradientNorm):
         return None
-    more_steps = frozenset([spec.start_step] if spec.audits_first_step else [])
+    more_steps = frozenset([] if spec.disputed_step is None else [spec.start_step])
     ranks_per_unit = count_ranks_per_unit(spec.layout)
     schedule = AuditSchedule(interval, spec.config.run.seed, microbatches, ranks_per_unit, more_steps)
     report, optimizer = partial(_report, emit), model_update.optimizer
@@ -78,6 +78,7 @@ def build_audits(
     matrices = MatrixAudits(recomputation, optimizer, context) if isinstance(optimizer, Muon) else None
     update = UpdateAudits(recomputation, optimizer, norm)
     spare_schedule = build_spare_schedule(spec.config, spec.layout, schedule)
+    control.samples.clear(spec.disputed_step or 0)
     make_samples = partial(SpareSamples, generation=spec.generation, has_buffers=bool(buffers))
     samples = make_samples(spare_schedule, context, traced_passes, state, loader, control.samples)
     totals = TotalAudits(context, passes.raise_if_aborted, report)

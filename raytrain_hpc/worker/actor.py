@@ -226,7 +226,7 @@ class WorkerActor:
             self._control.disarm_abort()
             destroy_process_groups()  # at once, to release the ranks that wait for this one
             self._control.set_phase("idle")
-            self._control.samples.begin()  # release the last one
+            self._control.samples.clear()
         self._snapshots.copy_live()  # even if done: another rank may fail while it saves
         snapshots = self._snapshots
         return replace(
@@ -288,9 +288,14 @@ class WorkerActor:
         return self._control.recall_metrics(after_step)
 
     @ray.method(concurrency_group="samples", num_returns=2)
-    def take_sample(self, after_step: int) -> tuple[AuditSample | None, Any]:
-        """Return the last sample for audits by spares, and its weights; see `SampleStore.take`."""
-        return self._control.samples.take(after_step)
+    def take_sample(self) -> tuple[AuditSample | None, Any]:
+        """Return the sample for audits by spares, and its weights; see `SampleStore.take`."""
+        return self._control.samples.take()
+
+    @ray.method(concurrency_group="samples")
+    def clear_sample(self, next_step: int) -> None:
+        """Drop the sample, and take the next one from this step on; see `SampleStore.clear`."""
+        self._control.samples.clear(next_step)
 
     @ray.method(concurrency_group="control")
     def request_distrust(self) -> None:

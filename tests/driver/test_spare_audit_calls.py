@@ -53,6 +53,7 @@ class Run:
         self.rank = min(1, num_ranks - 1)  # that is audited
         self.audits, self.spare = SpareAudits(SimpleNamespace()), Spare()  # type: ignore[arg-type]
         self.samples: list[AuditSample | None] = [None] * num_ranks
+        self.next_steps: list[int] = []  # from which on ranks were told to take the next samples
         spec = make_worker_spec(make_small_config(None, *WORDS), 1, steps_to=50)
         self._spec = replace(spec, layout=self.layout)
         self.begin(1)
@@ -75,17 +76,21 @@ class Run:
         self.spare.answers += answers
         faulty = []
         for _ in range(5):
-            members = [self._make_member(rank, sample) for rank, sample in enumerate(self.samples)]
+            members = [self.make_member(rank) for rank in range(len(self.samples))]
             faulty += self.audits.update(members, [self.spare], step)
         return faulty
 
-    def _make_member(self, rank: int, sample: AuditSample | None) -> Any:
-        def take(after_step: int) -> tuple[FakeRef, FakeRef]:
-            is_new = sample is not None and sample.audit.step > after_step
-            return FakeRef().resolve(sample if is_new else None), FakeRef().resolve(None)
+    def make_member(self, rank: int) -> Any:
+        def take() -> tuple[FakeRef, FakeRef]:
+            return FakeRef().resolve(self.samples[rank]), FakeRef().resolve(None)
+
+        def clear(next_step: int) -> None:
+            self.samples[rank] = None
+            self.next_steps.append(next_step)
 
         info = {"node": "n", "node_id": "id", "pid": 100 + rank}
-        return SimpleNamespace(actor=SimpleNamespace(take_sample=SimpleNamespace(remote=take)), info=info)
+        actor = SimpleNamespace(take_sample=SimpleNamespace(remote=take), clear_sample=SimpleNamespace(remote=clear))
+        return SimpleNamespace(actor=actor, info=info)
 
     def get_incidents(self) -> list[tuple[str, int | None, str]]:
         incidents = [record for record in self.records if record["type"] == "incident"]
@@ -111,7 +116,7 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_traces_are_counted_and_reported_at_the_end() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(RIGHT) == [] and not run.audits.has_dispute and run.records == []
+    assert run.audit(RIGHT) == [] and run.audits.disputed_step is None and run.records == []
     run.audits.end_generation()
     assert "1 microbatches again" in run.records[0]["text"] and len(run.records) == 1
 
@@ -141,13 +146,55 @@ def test_samples_of_different_steps_are_not_compared() -> None:
     run.set_samples(RIGHT)
     run.samples[0] = later[0]
     run.audit(WRONG, step=12)
-    assert run.spare.answers == [WRONG] and not run.audits.has_dispute
+    assert run.spare.answers == [WRONG] and run.audits.disputed_step is None
+
+
+def test_a_rank_that_waits_with_a_later_sample_does_not_keep_others_from_being_audited() -> None:
+    run = Run(num_ranks=3)
+    run.set_samples(RIGHT, step=9, rank=0)
+    (later,) = [sample for sample in run.samples if sample is not None and sample.rank == 0]
+    run.set_samples(RIGHT)
+    run.samples[0] = later
+    run.audit(RIGHT, step=12)
+    assert run.spare.answers == []
+
+
+def test_ranks_sample_again_from_a_step_on_before_which_all_know_it() -> None:
+    """The delay grows with the steps that are committed before all ranks have answered."""
+    run = Run()
+    run.set_samples(RIGHT)
+    members = [run.make_member(rank) for rank in range(2)]
+    run.audits.update(members, [run.spare], 5)
+    assert run.next_steps == [], "samples are kept until all have answered"
+    run.audits.update(members, [run.spare], 8)  # the answers, after three steps
+    assert run.next_steps == [8 + 2 + 2 * 3] * 2
+
+
+def test_a_step_that_a_rank_has_not_sampled_is_given_up_when_all_have_passed_it() -> None:
+    run = Run()
+    run.set_samples(RIGHT)
+    run.samples[0] = None  # the source of the weights
+    run.audit(WRONG, step=5)
+    run.audit(step=6)
+    assert run.next_steps == [] and run.spare.answers == [WRONG], "it may still be in the step, or in the next one"
+    run.audit(step=7)
+    assert run.next_steps == [7 + 2] * 2 and run.spare.answers == [WRONG]
+
+
+def test_a_dispute_is_about_the_step_that_is_sampled_next() -> None:
+    run = Run()
+    dispute(run)
+    run.set_samples(RIGHT, step=9)
+    run.audit(RIGHT, step=9)
+    assert run.spare.answers == [RIGHT] and run.audits.disputed_step == 9
+    run.audit(step=10)
+    assert run.audits.disputed_step is None
 
 
 def test_an_error_of_a_spare_that_is_gone_when_repeated_is_an_incident() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(WRONG, RIGHT) == [] and not run.audits.has_dispute
+    assert run.audit(WRONG, RIGHT) == [] and run.audits.disputed_step is None
     ((kind, rank, reason),) = run.get_incidents()
     assert (kind, rank) == ("silent corruption", None) and "gradient of w first), right when repeated" in reason
 
@@ -155,7 +202,7 @@ def test_an_error_of_a_spare_that_is_gone_when_repeated_is_an_incident() -> None
 def test_a_spare_that_computes_something_else_each_time_is_at_fault() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(WRONG, OTHER) == [run.spare] and not run.audits.has_dispute
+    assert run.audit(WRONG, OTHER) == [run.spare] and run.audits.disputed_step is None
     assert [incident[:2] for incident in run.get_incidents()] == [("faulty device", None)]
 
 
@@ -200,7 +247,7 @@ def test_the_run_goes_back_however_the_disputed_generation_ends() -> None:
 def test_a_difference_before_any_agreement_is_disputed_once_there_is_one() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(WRONG, WRONG) == [] and not run.audits.has_dispute
+    assert run.audit(WRONG, WRONG) == [] and run.audits.disputed_step is None
     run.set_samples(RIGHT, step=9)
     run.audit(RIGHT, step=10)
     end = run.audits.explain_end([])
@@ -212,7 +259,7 @@ def test_spares_that_never_agree_audit_no_more(caplog: pytest.LogCaptureFixture)
     run = Run()
     for step in (4, 9, 14):
         run.set_samples(RIGHT, step=step)
-        assert run.audit(WRONG, WRONG, step=step + 1) == [] and not run.audits.has_dispute
+        assert run.audit(WRONG, WRONG, step=step + 1) == [] and run.audits.disputed_step is None
     assert "spares have never computed the bits of ranks, so they audit no more" in caplog.text
     run.begin(2)
     run.set_samples(RIGHT, step=19)
@@ -223,7 +270,7 @@ def test_a_rank_that_computes_like_the_spare_afterwards_was_wrong() -> None:
     run = Run()
     dispute(run)
     run.set_samples(WRONG, step=9)
-    assert run.audit(WRONG, step=10) == [] and not run.audits.has_dispute
+    assert run.audit(WRONG, step=10) == [] and run.audits.disputed_step is None
     assert [incident[:2] for incident in run.get_incidents()] == [("silent corruption", 1)]
     assert run.records[0]["pid"] == 101, "of the process that was wrong"
     assert run.spare.suspected_in == 0
@@ -233,16 +280,8 @@ def test_a_spare_that_is_wrong_again_is_at_fault() -> None:
     run = Run()
     dispute(run)
     run.set_samples(RIGHT, step=9)
-    assert run.audit(WRONG, WRONG, step=10) == [run.spare] and not run.audits.has_dispute
+    assert run.audit(WRONG, WRONG, step=10) == [run.spare] and run.audits.disputed_step is None
     assert [incident[:2] for incident in run.get_incidents()] == [("silent corruption", None), ("faulty device", None)]
-
-
-def test_a_spare_that_disagrees_about_another_step_meanwhile_is_at_fault() -> None:
-    """The ranks have audited their first step by then, and have found nothing."""
-    run = Run()
-    dispute(run)
-    run.set_samples(RIGHT, step=4)
-    assert run.audit(WRONG, WRONG, step=5) == [run.spare]
 
 
 def test_the_spare_that_was_wrong_is_named_although_another_one_audits_now() -> None:
@@ -258,7 +297,7 @@ def test_the_spare_that_was_wrong_is_named_although_another_one_audits_now() -> 
 def test_a_dispute_ends_when_ranks_find_the_faulty_one() -> None:
     run = Run()
     dispute(run)
-    assert run.audits.explain_end(["faulty device", REPLICAS_DIFFER]) is None and not run.audits.has_dispute
+    assert run.audits.explain_end(["faulty device", REPLICAS_DIFFER]) is None and run.audits.disputed_step is None
 
 
 def test_a_spare_is_accused_if_its_step_is_not_sampled_again_and_ranks_find_nothing() -> None:
@@ -266,7 +305,7 @@ def test_a_spare_is_accused_if_its_step_is_not_sampled_again_and_ranks_find_noth
     dispute(run)
     run.set_samples(RIGHT, step=14)
     run.audit(RIGHT, step=15)
-    assert not run.audits.has_dispute and run.get_incidents() == []
+    assert run.audits.disputed_step is None and run.get_incidents() == []
     run.set_samples(RIGHT, step=19)
     assert run.audit(WRONG, WRONG, step=20) == [run.spare]
 
@@ -279,7 +318,7 @@ def test_without_another_rank_the_one_that_a_spare_disagrees_with_again_is_repla
     assert run.audit(WRONG, WRONG, step=10) == []
     end = run.audits.explain_end([REPLICAS_DIFFER])
     assert end is not None and end.kind == "suspected" and run.spare.suspected_in == 2
-    assert not run.audits.has_dispute and run.get_incidents() == []
+    assert run.audits.disputed_step is None and run.get_incidents() == []
     run.begin(3)
     run.set_samples(RIGHT, step=14)
     run.audit(WRONG, WRONG, step=15)
@@ -310,13 +349,13 @@ def test_a_dead_spare_is_left_to_its_warm_up(caplog: pytest.LogCaptureFixture) -
     run = Run()
     run.set_samples(RIGHT)
     assert run.audit(ActorDiedError()) == [] and run.spare.warmup.is_cold
-    assert not run.audits.has_dispute and "an audit by a spare failed" in caplog.text
+    assert run.audits.disputed_step is None and "an audit by a spare failed" in caplog.text
 
 
 def test_a_cancelled_audit_says_nothing() -> None:
     run = Run()
     run.set_samples(RIGHT)
-    assert run.audit(None) == [] and not run.audits.has_dispute and run.records == []
+    assert run.audit(None) == [] and run.audits.disputed_step is None and run.records == []
     run.set_samples(RIGHT, step=9)
     run.audit(step=10)  # in progress
     run.audits.end_generation()

@@ -47,8 +47,8 @@ class WaitForSpare(rt.Callback):
             put(store, sample, weights)
             self._has_untaken.set()
 
-        def take_and_note(store: SampleStore, after_step: int) -> Any:
-            taken = take(store, after_step)
+        def take_and_note(store: SampleStore) -> Any:
+            taken = take(store)
             if taken[0] is not None:
                 self._has_untaken.clear()
             return taken

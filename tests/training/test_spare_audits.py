@@ -29,11 +29,11 @@ SAMPLED = ["cluster.spares=1", "fault.audit_interval=1000", "fault.spare_audit_i
 
 
 def train_with_samples(rank: int, rendezvous: Any, spec: Any) -> tuple[Any, Any, list[float]]:
-    """Train to the end of the spec, and return the last sample, its weights, and the losses."""
+    """Train to the end of the spec, and return the sample of the disputed step, its weights, and the losses."""
     control = ControlChannel()
     build_trainer(spec, rank, CPU, rendezvous, control).run(spec.start_step, spec.end_step)
     steps = get_step_metrics(control.drain())
-    return *control.samples.take(-1), [metrics["train/loss"] for metrics in steps]
+    return *control.samples.take(), [metrics["train/loss"] for metrics in steps]
 
 
 def audit(rank: int, rendezvous: Any, spec: Any, samples: list[AuditSample], weights: list[Any]) -> Any:
@@ -48,6 +48,7 @@ def run_audit(pool: WarmPool, words: list[str], *, steps: int = 2, custom: Any =
     """Train and audit the last step; return the traces of the audited ranks, and those of the spares."""
     config = make_small_config(None, *BASE, *words, *SAMPLED)
     spec = make_worker_spec(config, int(config.cluster.workers), steps_to=steps, custom=custom)
+    spec = replace(spec, disputed_step=steps - 1)
     results = pool.call(train_with_samples, spec.layout.world_size, spec)
     taken = [(sample, weights) for sample, weights, _ in results if sample and sample.audit.step == steps - 1]
     samples, weights = [sample for sample, _ in taken], [block for _, block in taken]
@@ -129,16 +130,19 @@ class WatchedBlock:
         self._store, self.can_begin = store, True
 
     def copy(self) -> WatchedBlock:
-        self.can_begin = self._store.begin()
+        self.can_begin = self._store.is_wanted(9)
         return self
 
 
-def test_a_sample_is_not_overwritten_while_it_is_read() -> None:
+def test_a_sample_is_kept_until_it_is_cleared_and_not_overwritten_meanwhile() -> None:
     store, plan = SampleStore(), SpareAudit(4, Layout(), (0,), (0,), (0,))
-    assert store.take(-1) == (None, None) and store.begin()
+    store.clear(next_step=4)
+    assert not store.is_wanted(3) and store.is_wanted(4) and store.take() == (None, None)
     block: Any = WatchedBlock(store)
     store.put(AuditSample(plan, 1, 0, index={}), block)
-    assert store.take(4) == (None, None) and block.can_begin
-    sample, taken = store.take(3)
+    assert not store.is_wanted(5) and block.can_begin
+    sample, taken = store.take()
     assert sample is not None and sample.audit is plan and taken is block and not block.can_begin
-    assert store.begin() and store.take(-1) == (None, None)
+    assert not store.is_wanted(9)
+    store.clear(next_step=8)
+    assert not store.is_wanted(7) and store.is_wanted(8) and store.take() == (None, None)
