@@ -72,6 +72,7 @@ def _explain_memory(estimate: Estimate, machine: Machine) -> str:
     bytes_by_kind = {
         "weights, gradients and moments": footprint.weights + footprint.gradients + footprint.moments,
         "copies in the compute dtype": footprint.copies,
+        "partial sums of gradients, for train.deterministic=elastic": footprint.sums,
         "activations": footprint.activations,
         "logits and recomputation": footprint.working,
     }

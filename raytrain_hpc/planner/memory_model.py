@@ -22,7 +22,7 @@ class MemoryFootprint:
 
     `copies`: copies of weights, in the compute dtype or gathered by ZeRO. `activations`: of the microbatches in flight.
     `working`: logits, or the working memory of a layer's backward pass. `host`: offloaded activations and moments, in
-    host memory.
+    host memory. `sums`: partial sums of gradients, with elastic determinism.
     """
 
     weights: int
@@ -32,11 +32,13 @@ class MemoryFootprint:
     activations: int
     working: int
     host: int = 0
+    sums: int = 0
 
     @property
     def allocated(self) -> int:
         """Bytes allocated on the device in total."""
-        return self.weights + self.gradients + self.moments + self.copies + self.activations + self.working
+        of_state = self.weights + self.gradients + self.moments + self.copies + self.sums
+        return of_state + self.activations + self.working
 
     def compute_required_gib(self, device: Device) -> float:
         """Return the GiB needed on a device, including fragmentation and the device's reserved memory."""
@@ -98,7 +100,7 @@ def _estimate_rank(
 ) -> MemoryFootprint:
     layout, state_itemsize = choice.layout, workload.state_itemsize
     expert_shards = layout.expert_axis_sizes["dp_shard"] if layout.ep > 1 else layout.dp_shard
-    totals = [0.0] * 4
+    totals, sum_bytes = [0.0] * 4, 0.0
     # Autocast copies of layers that are not recomputed stay until the backward pass has used them. Float8 products, all
     # dense ones but the head's, quantize their weights in both passes and keep no copy.
     cast_share = 1 - activations.recomputed_share if workload.compute_itemsize < state_itemsize else 0.0
@@ -113,6 +115,8 @@ def _estimate_rank(
         zero_stage = layout.zero if shards > 1 else 0
         totals[0] += parameters * state_itemsize / (shards if zero_stage else 1)
         totals[1] += parameters * state_itemsize / (shards if zero_stage >= 2 else 1)
+        if workload.elastic:
+            sum_bytes += parameters * state_itemsize * _count_partial_sums(choice, zero_stage)
         moment_bytes = parameters * workload.moments_itemsize / (shards if zero_stage else 1)
         totals[2] += moment_bytes if choice.offload == "none" else 0
         host_bytes += moment_bytes if choice.offload == "cpu" else 0
@@ -131,8 +135,23 @@ def _estimate_rank(
     if layout.zero == 3 and layout.dp_shard > 1:  # the unit in use, the prefetched one, and a gradient to reduce
         message_itemsize = 1 if workload.dtype == "float8" else 0  # gathered before it is converted to bf16
         totals[3] += rank_parameters.largest_unit * (2 * workload.compute_itemsize + message_itemsize + state_itemsize)
+    if workload.elastic and layout.zero >= 2 and layout.dp_shard > 1:  # the gradients of a unit, sent and received
+        sum_bytes += 2 * rank_parameters.largest_unit * state_itemsize
     working_bytes = max(head_bytes + activations.newest if has_head else 0.0, activations.working)
-    return MemoryFootprint(*(int(total) for total in (*totals, activations.held, working_bytes, host_bytes)))
+    return MemoryFootprint(*map(int, (*totals, activations.held, working_bytes, host_bytes, sum_bytes)))
+
+
+def _count_partial_sums(choice: LayoutChoice, zero_stage: int) -> float:
+    """Return how many whole gradients the partial sums of a rank take, with elastic determinism.
+
+    Sums of one and more microbatches wait for others of the same number, like the digits of a binary counter. Their
+    memory is kept from step to step, but with sharded weights the sum of one microbatch is the gradient itself. With
+    sharded gradients, each of the ranks contributes to the shards of a rank, so that it has as much as unsharded ones.
+    """
+    count = choice.microbatches_per_rank
+    is_aligned = count & (count - 1) == 0 or choice.layout.dp_size == 1  # else ranks begin within a sum
+    sums = count.bit_length() + (0 if is_aligned else 1 if zero_stage < 2 else 0.5)
+    return sums if zero_stage == 0 else sums - 1
 
 
 def _estimate_audit(workload: Workload, layout: Layout, full: MemoryFootprint) -> MemoryFootprint:

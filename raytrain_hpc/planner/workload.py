@@ -23,7 +23,7 @@ class Workload:
     `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
     parallelism. `loss_chunks`: parts of the positions for head and loss. `residual_dtype`: of the residual stream in
     bf16 and float8, unless ZeRO shards the weights. `weight_copies`: as `train.weight_copies`. `audited`: whether some
-    steps are audited by ranks.
+    steps are audited by ranks. `elastic`: whether `train.deterministic=elastic`.
     """
 
     spec: ModelSpec
@@ -39,6 +39,7 @@ class Workload:
     weight_copies: bool | Auto = "auto"
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
     audited: bool = False
+    elastic: bool = False
 
     @property
     def compute_itemsize(self) -> int:
@@ -127,6 +128,7 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
         weight_copies=train.weight_copies,
         moment_dtype=config.optimizer.moment_dtype,
         audited=config.fault.audit_interval != 0,
+        elastic=train.deterministic == "elastic",
     )
 
 

@@ -11,10 +11,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from raytrain_hpc.driver.run_setup import prepare_run
+from raytrain_hpc.optim import grad_norm
 from raytrain_hpc.parallel import activation_offload
-from raytrain_hpc.planner.memory_model import MemoryModel
+from raytrain_hpc.planner.memory_model import MemoryFootprint, MemoryModel
 from raytrain_hpc.planner.workload import make_choice, make_workload
 from raytrain_hpc.runtime.control_channel import ControlChannel
+from raytrain_hpc.state import tensor_hash
 from raytrain_hpc.training.builder import build_trainer
 from tests.parallel.layout_run import GPT2, LLAMA
 from tests.parallel.test_state_memory import AllocationTracker
@@ -102,6 +104,7 @@ def measure_peak(rank: int, rendezvous: Any, spec: Any) -> int:
 
     Without what activation offload copies to the host, which has the same memory here.
     """
+    tensor_hash._get_weights.cache_clear()  # of audits in earlier tests of this process
     trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
     trainer.train_step(0)
     tracker = PeakTracker()
@@ -127,13 +130,46 @@ def test_partial_recomputation_needs_memory_between_none_and_full(pool: WarmPool
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4, "none, 1, 3 and all of 4 layers"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_peak_memory_matches_the_plan(pool: WarmPool, layout: str, family: str) -> None:
-    config = make_small_config(None, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
+def measure_peak_with_small_chunks(rank: int, rendezvous: Any, spec: Any) -> int:
+    """Return the peak as in a larger model, in which the chunks that the gradient norm squares are a small part."""
+    with patch.object(grad_norm, "_CACHED_ELEMENTS", 2048):
+        return measure_peak(rank, rendezvous, spec)
+
+
+def plan_and_measure(pool: WarmPool, *words: str) -> tuple[MemoryFootprint, int]:
+    config = make_small_config(None, *words)
     prepared = prepare_run(config, None, print)
     resolved, batching = prepared.resolve_layout(int(config.cluster.workers))
     choice = make_choice(config, resolved, batching)
     planned = MemoryModel(make_workload(config, prepared.model_spec)).estimate_footprint(choice)
-    measured = max(pool.inspect_trainers(measure_peak, config, build=False))
+    return planned, max(pool.inspect_trainers(measure_peak_with_small_chunks, config, build=False))
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])  # of each rank
+@pytest.mark.parametrize("layout", ["alone", "dp-2", "zero1-2", "zero2-2", "zero3-2"])
+def test_partial_sums_of_elastic_determinism_are_planned(pool: WarmPool, layout: str, microbatches: int) -> None:
+    batch = microbatches if layout == "alone" else 2 * microbatches
+    words = [*SIZES, *FAMILIES["llama"], *LAYOUTS[layout], f"train.global_batch_size={batch}"]
+    short = ["train.micro_batch_size=1", "train.seq_len=16", "train.deterministic=elastic"]
+    planned, measured = plan_and_measure(pool, *words, *short)
+    assert measured == pytest.approx(planned.allocated, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp-2", "zero2-2", "zero3-2 x tp-2"])
+def test_audits_are_planned(pool: WarmPool, layout: str) -> None:
+    """The model has fewer bytes than audits copy at a time, and few activations: audits determine the peak."""
+    short = ["train.micro_batch_size=1", "train.seq_len=16", "train.global_batch_size=4", "train.deterministic=elastic"]
+    words = [*SIZES, *FAMILIES["llama"], *LAYOUTS[layout], *short]
+    (unaudited, _), (planned, measured) = (
+        plan_and_measure(pool, *words),
+        plan_and_measure(pool, *words, "fault.audit_interval=1"),
+    )
+    assert planned.allocated > unaudited.allocated
+    assert 0.95 * measured < planned.allocated < 1.3 * measured
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_peak_memory_matches_the_plan(pool: WarmPool, layout: str, family: str) -> None:
+    planned, measured = plan_and_measure(pool, *SIZES, *BATCH, *FAMILIES[family], *LAYOUTS[layout])
     assert measured == pytest.approx(planned.allocated, rel=0.05)
