@@ -60,7 +60,7 @@ class ExactGradientNorm(GradientNorm):
 
     limit = 0.0
     contribution: Tensor
-    _total: Tensor  # of the contributions of all ranks: the limit, and the sum of squares modulo 2**64
+    _total: tuple[Tensor, Tensor]  # over all ranks: the largest element, and the digits of the sum of squares
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm, an fp64 scalar, of gradients by parameter name; not finite if an element is not."""
@@ -75,7 +75,7 @@ class ExactGradientNorm(GradientNorm):
         is_measured = math.isfinite(self.limit) and self.limit
         if self._group is not None and is_measured:
             dist.all_reduce(digits, group=self._group)
-        self._total = torch.stack([largest.view(torch.int64), join_digits(digits)])
+        self._total = largest, digits
         if not is_measured:
             return largest
         high, low = digits.tolist()
@@ -101,9 +101,9 @@ class ExactGradientNorm(GradientNorm):
         contributions = [torch.empty_like(self.contribution) for _ in range(self._group.size())]
         dist.all_gather(contributions, self.contribution, group=self._group)
         gathered = torch.stack(contributions)
-        limit = gathered[:, 0].view(torch.float64).nan_to_num(nan=torch.inf).max()
-        digits = join_digits(gathered[:, 1:].sum(0))
-        return torch.equal(self._total, torch.stack([limit.view(torch.int64), digits]))
+        largest, digits = self._total
+        is_right = gathered[:, 0].view(torch.float64).nan_to_num(nan=torch.inf).max() == largest
+        return bool(is_right & (join_digits(gathered[:, 1:].sum(0)) == join_digits(digits)))
 
     def _split(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         max_elements = _KERNEL_ELEMENTS if is_accelerator(self._device) else _CACHED_ELEMENTS
