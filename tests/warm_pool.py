@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.planner.layout import Batching
     from raytrain_hpc.runtime.worker_spec import LocalCheckpoint, WorkerSpec
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240  # the compiler takes a minute on a busy machine
 PRELOADED_MODULES = [
     "raytrain_hpc.training.factory",
     "raytrain_hpc.parallel.fsdp",

@@ -17,6 +17,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ConfigError, LayoutError
 from tests.combinations.draw import STEPS, Combination, make_config, make_reference_config
 from tests.data.dataset_writer import write_dataset
+from tests.parallel.compiled_run import trace_only
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics
 
 if TYPE_CHECKING:
@@ -86,12 +87,10 @@ def _call_with_traced_compile(call: Any, function: Any, world_size: int, *argume
 def _run_with_traced_compile(
     function: Any, rank: int, rendezvous: Rendezvous, spec: WorkerSpec, device: str
 ) -> list[dict[str, Any]]:
-    """Trace compiled blocks and their backward passes, without translating them to C++, which takes a minute."""
     if spec.config.train.compile is not True:
         return function(rank, rendezvous, spec, device)
-    import torch
     import torch._dynamo
 
     torch._dynamo.reset()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with trace_only():
         return function(rank, rendezvous, spec, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,15 @@ from tests.warm_pool import WarmPool, make_worker_spec
 if TYPE_CHECKING:
     from raytrain_hpc.distributed.rendezvous import Rendezvous
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
+
+
+@contextmanager
+def trace_only() -> Iterator[None]:
+    """Trace what is compiled, with its backward passes, and do not translate it to C++, which would take a minute."""
+    import torch
+
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        yield
 
 
 @dataclass(frozen=True)
@@ -31,10 +42,9 @@ class CompiledRun:
 def run_compiled(
     pool: WarmPool, config: Config, *, steps: int, custom: Any = None, forget: bool = True
 ) -> list[CompiledRun]:
-    """Train `config` with train.compile on cluster.workers ranks.
+    """Train `config` with train.compile on cluster.workers ranks; see `trace_only`.
 
-    Graphs are traced, with those of backward passes, but not translated to C++, which would take a minute. `forget`:
-    forget what was compiled before, and count from zero.
+    `forget`: forget what was compiled before, and count from zero.
     """
     world_size = int(config.cluster.workers)
     spec = make_worker_spec(config, world_size, steps_to=steps, custom=custom)
@@ -53,7 +63,7 @@ def _train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, steps: int, forg
         torch._dynamo.reset()
         counters.clear()
     losses, grad_norms, num_graphs = [], [], []
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with trace_only():
         trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
         for step in range(steps):
             result = trainer.train_step(step)

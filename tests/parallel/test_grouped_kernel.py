@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.expert_parallel import _Exchange
+from tests.parallel.compiled_run import trace_only
 from tests.parallel.layout_run import LLAMA
 from tests.warm_pool import WarmPool, make_small_config, make_worker_spec
 
@@ -63,7 +63,7 @@ def train(rank: int, rendezvous: Any, spec: Any, use_kernel: bool) -> tuple[list
 
     with (
         mock.patch("raytrain_hpc.parallel.parallelize.apply_grouped_kernel", apply),
-        mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")),
+        trace_only(),
     ):
         trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel())
         with CountKernels() as kernels:

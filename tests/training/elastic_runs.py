@@ -54,10 +54,10 @@ def run_bits(pool: WarmPool, directory: Path, *words: str, custom: CustomModel |
 
 
 def get_bits(records: list[dict[str, Any]], directory: Path) -> Bits:
-    """Return the bits of a run, by the records of its first rank, and its directory."""
+    """Return the bits of a run from its first step on, by the records of its first rank, and its directory."""
     keys = ("train/loss", "train/grad_norm", "val/loss")
     steps = [tuple(step[key] for key in keys if key in step) for step in get_step_metrics(records)]
-    return steps, _compute_digest(directory)
+    return steps, _compute_digest(directory, len(steps))
 
 
 def run_through_layouts(pool: WarmPool, directory: Path, *words: str) -> tuple[list[float], str]:
@@ -66,12 +66,12 @@ def run_through_layouts(pool: WarmPool, directory: Path, *words: str) -> tuple[l
     for step, layout in enumerate(("zero2-3", "ddp-5", "hsdp2-2x2", "ddp-2", "zero1-2", "zero3-4")):
         config = make_small_config(directory, *BASE, *words, *LAYOUTS[layout])
         losses += get_step_metrics(pool.train(config, resume_step=step or None, steps_to=step + 1)[0])
-    return [step["train/loss"] for step in losses], _compute_digest(directory)
+    return [step["train/loss"] for step in losses], _compute_digest(directory, STEPS)
 
 
-def _compute_digest(directory: Path) -> str:
-    """Return a hash of the whole state after the last step, but for what callbacks keep."""
-    state, digest = load_full_state(directory, STEPS), hashlib.sha256()
+def _compute_digest(directory: Path, step: int) -> str:
+    """Return a hash of the whole state after a step, but for what callbacks keep."""
+    state, digest = load_full_state(directory, step), hashlib.sha256()
     for name in sorted(state.keys() - {"callbacks.values"}):
         digest.update(name.encode() + state[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

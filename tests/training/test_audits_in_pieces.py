@@ -44,11 +44,11 @@ LAYOUTS: dict[str, list[str]] = {
 
 
 class SmallPieces(rt.Callback):
-    """Pieces of 100 elements: matrices of the small models have dozens, and rows of 32 do not divide them evenly."""
+    """Pieces of 1,000 elements: matrices of the small models have several; rows of 32 do not divide them evenly."""
 
     def pre_train(self) -> None:
         self._sizes = shard_recomputation.PIECE_ELEMENTS, shard_recomputation.PART_BYTES
-        shard_recomputation.PIECE_ELEMENTS, shard_recomputation.PART_BYTES = 100, 4000
+        shard_recomputation.PIECE_ELEMENTS, shard_recomputation.PART_BYTES = 1000, 40_000
 
     def close(self) -> None:
         shard_recomputation.PIECE_ELEMENTS, shard_recomputation.PART_BYTES = self._sizes
@@ -60,7 +60,7 @@ def sum_regions(tensor: Tensor, regions: Sequence[Region]) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_wrong_update_is_found_by_pieces(pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str) -> None:
-    words = LAYOUTS[layout]
+    words = [*LAYOUTS[layout], "train.steps=4"]
     expected = run_once(*words)
     config = make_small_config(tmp_path, *BASE, *words, AUDITED, make_fault("update", 1))
     records = pool.train(config, callbacks=[SmallPieces()])[0]

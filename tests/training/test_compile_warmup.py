@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from raytrain_hpc.training.compile_warmup import (
     warm_up_compiler,
 )
 from tests.data.samples import image_task
+from tests.parallel.compiled_run import trace_only
 from tests.parallel.layout_run import GPT2, LLAMA
 from tests.warm_pool import WarmPool, make_small_config, make_worker_spec
 
@@ -59,7 +59,7 @@ class Observation:
 
 
 def train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, warmup_spec: WorkerSpec | None) -> Observation:
-    """Train and evaluate with compiled blocks. Graphs are traced, but not translated to C++, which takes a minute."""
+    """Train and evaluate with compiled blocks."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -68,7 +68,7 @@ def train(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, warmup_spec: Work
 
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with trace_only():
         if warmup_spec is not None:
             generator_state = torch.get_rng_state()
             warm_up_compiler(warmup_spec, CPU)
@@ -147,26 +147,21 @@ def warm_up_in_parts(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, parts:
     torch.compiler.reset()
     counters.clear()
     counts = [0]
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with trace_only():
         for part in parts:
             warm_up_compiler(spec, CPU, partial(next, iter([*[False] * part, True])))
             counts.append(counters["stats"]["unique_graphs"])
     return [after - before for before, after in pairwise(counts)]
 
 
-def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(pool: WarmPool) -> None:
+@pytest.mark.parametrize(("tp", "counts"), [(2, [0, 5, 2]), (6, [0, 16, 2])])
+def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(
+    pool: WarmPool, tp: int, counts: list[int]
+) -> None:
     """The compiler keeps more versions than its default of 8, and another warm-up compiles the missing ones only.
 
-    Two graphs per rank for its blocks, and three of the loss for each of two sizes of a vocabulary shard.
+    Two graphs per rank for its blocks, and three of the loss for each size of a vocabulary shard: on six ranks, two.
     """
-    config = make_small_config(
-        None,
-        *LLAMA,
-        "cluster.workers=6",
-        "parallel.tp=6",
-        "model.num_heads=6",
-        "model.hidden_size=48",
-        "train.compile=true",
-    )
-    spec = make_worker_spec(config, 6, steps_to=STEPS)
-    assert pool.call(warm_up_in_parts, 1, spec, [0, 5, 6]) == [[0, 16, 2]]
+    words = [f"cluster.workers={tp}", f"parallel.tp={tp}", "model.num_heads=6", "model.hidden_size=48"]
+    spec = make_worker_spec(make_small_config(None, *LLAMA, *words, "train.compile=true"), tp, steps_to=STEPS)
+    assert pool.call(warm_up_in_parts, 1, spec, [0, tp - 1, tp]) == [counts]

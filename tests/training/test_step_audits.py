@@ -131,7 +131,7 @@ def test_a_transient_fault_is_named_and_undone(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str, kind: str, bit: int
 ) -> None:
     """The first microbatch of rank 1 is hit, which has no other."""
-    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=6"]
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=4"]
     expected = run_once(*words)
     # Token numbers have few bits. Of two vocabulary-parallel ranks, the one with its embedding notices a token.
     rank, bit = (0 if (kind, layout) == ("batch", "tp2 x ddp-2") else 1), (bit % 5 if kind == "batch" else bit)
@@ -161,7 +161,7 @@ def test_a_transient_fault_after_the_passes_is_named_and_undone(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str, kind: str, bit: int
 ) -> None:
     """The state after the last step is that of a run without the fault, on another rank's microbatches too."""
-    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=6"]
+    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=4"]
     expected = run_once(*words)
     fault = make_fault(kind, 1, step=3, bit=bit)
     records = pool.train(make_small_config(tmp_path, *BASE, *words, AUDITED, fault))[0]
@@ -290,7 +290,8 @@ def test_a_persistent_fault_after_the_passes_is_named(
 def test_a_matrix_that_is_orthogonalized_wrong_is_named(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str
 ) -> None:
-    words = [*LAYOUTS[layout], f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "optimizer.name=muon"]
+    small = [f"train.micro_batch_size={SMALL_BATCH.get(layout, 6)}", "train.steps=4"]
+    words = [*LAYOUTS[layout], *small, "optimizer.name=muon"]
     expected = run_once(*words)
     words = [*words, AUDITED, make_fault("update", 1, step=3, bit=0)]
     records = pool.train(make_small_config(tmp_path, *BASE, *words))[0]
@@ -313,7 +314,8 @@ def test_flips_that_change_a_result_are_found(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, kind: str, bit: int
 ) -> None:
     """Whether one does, an unaudited run with the flip tells, unless it repeats a step that is not finite."""
-    words, fault = [*LLAMA, "cluster.workers=2", "train.micro_batch_size=6"], make_fault(kind, 1, bit=bit)
+    small = ["train.micro_batch_size=6", "train.steps=4"]
+    words, fault = [*LLAMA, "cluster.workers=2", *small], make_fault(kind, 1, bit=bit)
     expected = run_once(*words)
     unaudited = run_bits(pool, tmp_path / "unaudited", *words, fault)
     steps, incidents = run_steps(pool, tmp_path / "audited", *words, AUDITED, fault)

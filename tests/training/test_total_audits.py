@@ -63,7 +63,7 @@ class WrongContribution(rt.Callback):
 def test_a_total_that_is_wrong_on_all_ranks_alike_is_computed_again(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, layout: str, total: str
 ) -> None:
-    words = LAYOUTS[layout]
+    words = [*LAYOUTS[layout], "train.steps=4"]
     expected = run_once(*words)
     config = make_small_config(tmp_path, *BASE, *words, "fault.audit_interval=1")
     records = pool.train(config, callbacks=[WrongContribution(total)])[0]
