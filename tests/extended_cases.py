@@ -94,6 +94,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"whole_matrices\[moe-(ddp-2|zero3-3|tp-2|pp-2|ep-2)\]",
         r"bits_of_one_process\[(ddp-2|zero1-2|zero2-3|zero3-4)\]",
         r"to_disk_keeps_the_bits\[tp-2\]",
+        r"with_experts_or_tensor_parallelism_have_the_same_bits\[experts",
     ),
     "optim/test_offload": (r"no_file_is_left_when_the_process_ends\[done",),
     "optim/test_parameter_groups": (

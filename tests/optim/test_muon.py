@@ -129,16 +129,19 @@ def test_elastic_runs_have_the_bits_of_one_process(
     assert run_bits(pool, tmp_path, *words, *elastic_runs.LAYOUTS[layout]) == run_once(*words)
 
 
-def test_elastic_runs_with_experts_or_tensor_parallelism_have_the_same_bits(pool: WarmPool, tmp_path: Path) -> None:
-    moe = [MUON, *elastic_runs.MODELS["moe"]]
-    one, sharded = (
-        run_bits(pool, tmp_path / "a", *moe),
-        run_bits(pool, tmp_path / "b", *moe, *elastic_runs.LAYOUTS["zero3-4"]),
-    )
-    assert one == sharded
-    tp = [MUON, *elastic_runs.MODELS["llama"], "parallel.tp=2"]
-    replicated = run_bits(pool, tmp_path / "c", *tp, "cluster.workers=4")
-    assert replicated == run_bits(pool, tmp_path / "d", *tp, "cluster.workers=4", "parallel.zero=3")
+@pytest.mark.parametrize(
+    ("model", "words", "more"),
+    [
+        ("moe", ["cluster.workers=1"], elastic_runs.LAYOUTS["zero3-4"]),
+        ("llama", ["parallel.tp=2", "cluster.workers=4"], ["parallel.zero=3"]),
+    ],
+    ids=["experts", "tp"],
+)
+def test_elastic_runs_with_experts_or_tensor_parallelism_have_the_same_bits(
+    pool: WarmPool, tmp_path: Path, model: str, words: list[str], more: list[str]
+) -> None:
+    words = [MUON, *elastic_runs.MODELS[model], *words]
+    assert run_bits(pool, tmp_path / "a", *words) == run_bits(pool, tmp_path / "b", *words, *more)
 
 
 def test_a_run_that_changes_its_layout_keeps_the_bits(pool: WarmPool, run_once: RunOnce, tmp_path: Path) -> None:
