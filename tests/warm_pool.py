@@ -10,7 +10,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -284,9 +284,15 @@ SMALL_OVERRIDES = [
 ]
 
 
+@cache
+def _make_runs_directory() -> tempfile.TemporaryDirectory[str]:
+    """Create a directory for the runs of this process; it is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="runs-")
+
+
 def make_small_config(directory: Path | str | None = None, *overrides: str) -> Config:
     """Return a config small enough for tests: a tiny decoder on synthetic tokens, without TensorBoard and samples."""
-    directory = directory or tempfile.mkdtemp(prefix="run-")
+    directory = directory or tempfile.mkdtemp(dir=_make_runs_directory().name)
     return load_config(None, [f"run.dir={directory}", *SMALL_OVERRIDES, *overrides])
 
 
