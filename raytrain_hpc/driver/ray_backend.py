@@ -181,8 +181,8 @@ class RayWorkerGroup:
     def _audit_by_spares(self) -> None:
         """Let idle spares audit the ranks, replace those at fault, and let the ranks go back if they disagree."""
         audits, steps = self._spare_audits, [health.step for health in self._health.collect_health().values()]
-        for spare in audits.update(self._workers, self._pool.list_warm_spares(self._workers), min(steps, default=0)):
-            self._pool.replace_faulty_spare(spare)
+        idle = self._pool.list_warm_spares(self._workers)
+        self._pool.replace_spares(*audits.update(self._workers, idle, min(steps, default=0)))
         if audits.take_request():
             self._call_all_ranks("request_distrust")
 

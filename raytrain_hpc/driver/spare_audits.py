@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ray
@@ -13,10 +13,11 @@ from ray.exceptions import RayActorError, RayError
 
 from raytrain_hpc.driver.ray_messages import extract_last_line
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
+from raytrain_hpc.driver.running_spare_audit import RunningAudit, get_place, is_complete, make_incident
 from raytrain_hpc.driver.worker_group import Worker
 from raytrain_hpc.elastic.audit_verdict import DISPUTED, FAULTY_DEVICE, SUSPECTED, Finding
 from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit, choose_spare_interval, get_unit_layout
-from raytrain_hpc.elastic.spare_audit_verdict import Disagreement, UnitTraces, find_differences, settle
+from raytrain_hpc.elastic.spare_audit_verdict import Disagreement, find_differences, settle
 from raytrain_hpc.runtime.audit_sample import AuditSample, Traces
 from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -28,43 +29,7 @@ _MAX_UNEQUAL = 3  # audits from the start of a run that all differ, after which 
 _MAX_FAILED = 3  # audits in a row that fail, as for lack of memory
 _REQUEST_INTERVAL_S = 0.1  # between two requests for samples
 _MIN_DELAY_STEPS = 2  # committed steps after a request from which on all ranks know of it, if steps are long
-_STUCK_S = 30.0  # after one spare of an audit has failed, until the others are replaced
-
-Samples = Sequence[tuple[AuditSample, Any]]  # of all ranks of an audit, with references to their weights
-
-
-@dataclass
-class _RunningAudit:
-    """An audit in progress. `calls`: of the spares; `computed`: what earlier calls have returned."""
-
-    samples: Samples
-    members: Sequence[Worker]
-    spares: Sequence[Worker]
-    calls: list[Any]
-    began: float
-    computed: list[UnitTraces] = field(default_factory=list)
-    failed: list[Any] = field(default_factory=list)  # calls whose failure is known
-    failed_at: float | None = None  # when one of the calls was found to have failed while others had not ended
-
-    def get_calls(self) -> list[tuple[Worker, Any]]:
-        """Return the spares with their calls, in order."""
-        return list(zip(self.spares, self.calls, strict=True))
-
-    def is_stuck(self) -> bool:
-        """Return whether spares wait for one that has failed. Call while some have not ended and one has failed."""
-        self.failed_at = self.failed_at or time.time()
-        return time.time() > self.failed_at + _STUCK_S
-
-    @property
-    def audit(self) -> SpareAudit:
-        """What is computed again."""
-        return self.samples[0][0].audit
-
-    @property
-    def of_ranks(self) -> UnitTraces:
-        """The traces of the audited ranks."""
-        by_rank = {sample.rank: sample.traces for sample, _ in self.samples}
-        return [by_rank[rank] for rank in self.audit.ranks]
+_HUNG_S, _HUNG_FACTOR = 600.0, 10  # an audit that takes longer never ends: this long, and times the longest so far
 
 
 @dataclass(frozen=True)
@@ -74,6 +39,13 @@ class _Dispute:
     disagreement: Disagreement
     spares: Sequence[Worker]
     members: Sequence[Worker]
+
+
+class EndedSpares(NamedTuple):
+    """Spares to be replaced: those that compute wrong, and those that do not answer, or wait for one that does not."""
+
+    wrong: Sequence[Worker] = ()
+    silent: Sequence[Worker] = ()
 
 
 class DisputedEnd(NamedTuple):
@@ -98,7 +70,7 @@ class SpareAudits:
         self._requested_at = 0  # committed steps at the last request for samples
         self._next_request = 0.0  # monotonic seconds at which samples may be asked for again
         self._requests: list[Any] = []  # for the samples of all ranks: references to the sample, and to its weights
-        self._running: _RunningAudit | None = None
+        self._running: RunningAudit | None = None
         self._dispute: _Dispute | None = None  # until it is settled
         self._held: _Dispute | None = None  # the first one, until it is known that spares compute like ranks at all
         self._is_new = False  # whether the dispute is of this generation
@@ -106,7 +78,7 @@ class SpareAudits:
         self._undecided: SpareAudit | None = None  # of a dispute that was repeated, and that no other rank can decide
         self._has_other_ranks = False  # than those of one unit, which can audit them
         self._num_unequal, self._num_faulty, self._num_failed = 0, 0, 0  # in a row; see _MAX_UNEQUAL and others
-        self._has_agreed, self._off_reason = False, ""
+        self._has_agreed, self._off_reason, self._longest_s = False, "", 0.0
         self._num_equal = 0  # microbatches of this generation with the same bits
         self._accused: set[int] = set()  # ids of the spares that were wrong in a dispute
 
@@ -138,13 +110,13 @@ class SpareAudits:
             self._note(f"spares have computed {self._num_equal} microbatches again, with the bits of the ranks")
         self._num_equal = 0
 
-    def update(self, members: Sequence[Worker], idle: Sequence[Worker], committed_step: int) -> list[Worker]:
-        """Make progress, and return spares that compute wrong, or never end, to be replaced. Does not block.
+    def update(self, members: Sequence[Worker], idle: Sequence[Worker], committed_step: int) -> EndedSpares:
+        """Make progress, and return the spares that are to be replaced. Does not block.
 
         Call while a generation runs. `idle`: warm workers that are no members. `committed_step`: by all ranks.
         """
         if self._is_new or not self._interval:
-            return []
+            return EndedSpares()
         if self._running is not None:
             return self._finish_calls(self._running)
         if self._requests:
@@ -153,7 +125,7 @@ class SpareAudits:
             self._next_request = time.monotonic() + _REQUEST_INTERVAL_S
             self._requested_at = committed_step
             self._requests = [member.actor.take_sample.remote() for member in members]
-        return []
+        return EndedSpares()
 
     def _is_sampled(self, committed_step: int) -> bool:
         """Return whether ranks can have a sample: the first one that is due from `_next_step` on."""
@@ -214,19 +186,20 @@ class SpareAudits:
             if sample is not None and sample.generation == self._generation:
                 by_step.setdefault(sample.audit.step, []).append((sample, weights))
         # Ranks that are not in an audit wait with a sample of a later one; some may have missed its step.
-        complete = [step for step, samples in by_step.items() if _is_complete(samples)]
+        complete = [step for step, samples in by_step.items() if is_complete(samples)]
         # Without any sample of this generation, the number of committed steps can still be that of an earlier one.
         if complete or (by_step and self._requested_at > self._first_sampled + 1):
             self._clear_samples(members, committed_step)
         if not complete or len(idle) < self._num_spares:
             return
         samples = by_step[max(complete)]
-        self._running = _RunningAudit(samples, members, idle[: self._num_spares], [], time.time())
+        self._running = RunningAudit(samples, members, idle[: self._num_spares], [], time.time())
         self._settle(self._running)
         self._start_calls(self._running)
 
-    def _start_calls(self, running: _RunningAudit) -> None:
+    def _start_calls(self, running: RunningAudit) -> None:
         self._num_calls += 1
+        running.called_at = time.monotonic()
         batches = {sample.rank: sample.batch for sample, _ in running.samples}
         sources = [(sample.index, weights) for sample, weights in running.samples if sample.index is not None]
         indexes, weights = [index for index, _ in sources], [block for _, block in sources]
@@ -239,32 +212,40 @@ class SpareAudits:
             for position, spare in enumerate(running.spares)
         ]
 
-    def _finish_calls(self, running: _RunningAudit) -> list[Worker]:
+    def _finish_calls(self, running: RunningAudit) -> EndedSpares:
         """Judge what the spares have returned, and let them compute again if it differs for the first time."""
         ended, pending = ray.wait(running.calls, num_returns=len(running.calls), timeout=0)
         results = {
             spare: self._read_result(running, spare, call) for spare, call in running.get_calls() if call in ended
         }
-        if pending and (None not in results.values() or not running.is_stuck()):
-            return []
-        if None in results.values():
+        has_failed = None in results.values()
+        if pending and not (running.is_stuck() if has_failed else self._is_hung(running)):
+            return EndedSpares()
+        if pending or has_failed:
             self._running = None
-            return [spare for spare in running.spares if spare not in results]
+            return EndedSpares(silent=[spare for spare in running.spares if spare not in results])
         traces = [result for result in results.values() if result is not None]
         running.computed.append(traces)
-        self._num_failed = 0
+        self._num_failed, self._longest_s = 0, max(self._longest_s, running.measure_s())
         is_first = len(running.computed) == 1
         differs = bool(find_differences(running.audit, running.of_ranks, traces, "spares"))
         if differs and is_first:
             self._start_calls(running)
-            return []
+            return EndedSpares()
         self._running = None
         if not differs:
             self._num_equal, self._num_faulty, self._has_agreed = self._num_equal + 1, 0, True
             self._open_held()
-        return [] if is_first else self._judge(running, differs=differs)
+        return EndedSpares([] if is_first else self._judge(running, differs=differs))
 
-    def _read_result(self, running: _RunningAudit, spare: Worker, call: Any) -> Traces | None:
+    def _is_hung(self, running: RunningAudit) -> bool:
+        """Return whether no audit takes as long as this one."""
+        seconds = running.measure_s()
+        if is_hung := seconds > max(_HUNG_S, _HUNG_FACTOR * self._longest_s):
+            self._note(f"no answer of a spare within {seconds:.0f} s, so that it is replaced")
+        return is_hung
+
+    def _read_result(self, running: RunningAudit, spare: Worker, call: Any) -> Traces | None:
         """Return the traces of a spare; None if it was cancelled or has failed."""
         try:
             result: Traces | None = ray.get(call)
@@ -280,7 +261,7 @@ class SpareAudits:
             return None
         return result
 
-    def _judge(self, running: _RunningAudit, *, differs: bool) -> list[Worker]:
+    def _judge(self, running: RunningAudit, *, differs: bool) -> list[Worker]:
         """Return the spares that are at fault, after they have computed twice. `differs`: also the second time."""
         audit, (first, second) = running.audit, running.computed
         findings = find_differences(audit, running.of_ranks, first, "spares")
@@ -319,7 +300,7 @@ class SpareAudits:
                 reason,
             )
 
-    def _settle(self, running: _RunningAudit) -> None:
+    def _settle(self, running: RunningAudit) -> None:
         """Tell who was wrong in the dispute, if ranks have computed its microbatch again."""
         dispute = self._dispute
         if dispute is None:
@@ -331,8 +312,8 @@ class SpareAudits:
             return
         if wrong == "ranks":
             for finding in find_differences(audit, running.of_ranks, old.of_ranks, "ranks"):
-                place = _get_place(dispute.members[finding.rank])
-                self._on_record(_make_incident(running, finding.rank, "silent corruption", str(finding)) | place)
+                place = get_place(dispute.members[finding.rank])
+                self._on_record(make_incident(running, finding.rank, "silent corruption", str(finding)) | place)
         elif wrong == "spares":
             findings = find_differences(audit, running.of_ranks, old.of_spares, "spares")
             self._accused |= {dispute.spares[finding.rank].worker_id for finding in findings}
@@ -345,39 +326,16 @@ class SpareAudits:
         self._dispute, self._undecided = None, None
 
     def _report(
-        self, spares: Sequence[Worker], running: _RunningAudit, findings: Sequence[Finding], kind: str, more: str
+        self, spares: Sequence[Worker], running: RunningAudit, findings: Sequence[Finding], kind: str, more: str
     ) -> None:
         """Emit an incident for each spare that was wrong."""
         for finding in findings:
             reason = f"a spare computed {finding.subject} wrong ({finding.tensor} first), {more}"
-            place = _get_place(spares[finding.rank])
-            self._on_record(_make_incident(running, None, kind, reason) | place)
+            place = get_place(spares[finding.rank])
+            self._on_record(make_incident(running, None, kind, reason) | place)
 
     def _note(self, text: str) -> None:
         self._on_record({"type": "note", "text": f"audits  {text}"})
-
-
-def _is_complete(samples: Samples) -> bool:
-    """Return whether samples of one step are of all ranks of its audit."""
-    audit = samples[0][0].audit
-    return {sample.rank for sample, _ in samples} == {*audit.ranks, *audit.sources}
-
-
-def _get_place(worker: Worker) -> Record:
-    return {key: worker.info[key] for key in ("node", "node_id", "pid")}
-
-
-def _make_incident(running: _RunningAudit, rank: int | None, kind: str, reason: str) -> Record:
-    return {
-        "type": "incident",
-        "kind": kind,
-        "rank": rank,
-        "operation": f"audit of step {running.audit.step + 1} by a spare",
-        "reason": reason,
-        "time": running.began,
-        "recovered_s": time.time() - running.began,
-        "steps_lost": 0,
-    }
 
 
 def _ignore_record(record: Record) -> None:

@@ -270,10 +270,11 @@ class ActorPool:
             ray.kill(worker.actor, no_restart=True)
             self._vacant_slots.append(VacantSlot(time.monotonic(), worker.slot, worker.info["node_id"]))
 
-    def replace_faulty_spare(self, worker: Worker) -> None:
-        """Replace a spare that computes wrong, on another node if there are several."""
-        self.avoid_nodes([worker.info["node_id"]])
-        self.replace_worker(worker)
+    def replace_spares(self, wrong: Sequence[Worker], silent: Sequence[Worker]) -> None:
+        """Replace spares that compute wrong, on other nodes if there are several, and those that do not answer."""
+        self.avoid_nodes([worker.info["node_id"] for worker in wrong])
+        for worker in (*wrong, *silent):
+            self.replace_worker(worker)
 
     def avoid_nodes(self, node_ids: Iterable[str]) -> set[str]:
         """Use these nodes no more, although Ray says that they are alive, and return them: none if there is only one.

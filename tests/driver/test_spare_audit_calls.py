@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
-from raytrain_hpc.driver import spare_audits
+from raytrain_hpc.driver import running_spare_audit, spare_audits
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
-from raytrain_hpc.driver.spare_audits import SpareAudits
+from raytrain_hpc.driver.spare_audits import EndedSpares, SpareAudits
 from raytrain_hpc.driver.spare_warmup import WarmupState
 from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit
 from raytrain_hpc.planner.layout import Layout
@@ -53,6 +53,7 @@ class Run:
         self.rank = min(1, num_ranks - 1)  # that is audited
         self.audits, self.spare = SpareAudits(SimpleNamespace()), Spare()  # type: ignore[arg-type]
         self.samples: list[AuditSample | None] = [None] * num_ranks
+        self.num_wrong = 0  # spares, of those that are to be replaced
         self.next_steps: list[int] = []  # from which on ranks were told to take the next samples
         spec = make_worker_spec(make_small_config(None, *WORDS), 1, steps_to=50)
         self._spec = replace(spec, layout=self.layout)
@@ -72,13 +73,15 @@ class Run:
         self.samples[rank] = own or AuditSample(audit, self.generation, rank, tuple(map(tuple, traces)), index={})
 
     def audit(self, *answers: Any, step: int = 5) -> list[Any]:
-        """Let the audit of the samples run to its end, with these answers of the spare; return the faulty ones."""
+        """Let the audit of the samples run to its end, with these answers of the spare; return those to be replaced."""
         self.spare.answers += answers
-        faulty = []
+        ended = []
         for _ in range(5):
             members = [self.make_member(rank) for rank in range(len(self.samples))]
-            faulty += self.audits.update(members, [self.spare], step)
-        return faulty
+            update = self.audits.update(members, [self.spare], step)
+            self.num_wrong += len(update.wrong)
+            ended += [*update.wrong, *update.silent]
+        return ended
 
     def make_member(self, rank: int) -> Any:
         def take() -> tuple[FakeRef, FakeRef]:
@@ -111,6 +114,25 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(spare_audits, "ray", SimpleNamespace(get=get, wait=wait))
     monkeypatch.setattr(spare_audits, "_REQUEST_INTERVAL_S", 0.0)
+
+
+class Clock:
+    """The time, which stands still."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    time = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (spare_audits, running_spare_audit):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 def test_equal_traces_are_counted_and_reported_at_the_end() -> None:
@@ -335,6 +357,42 @@ def test_audits_that_fail_again_and_again_are_given_up(caplog: pytest.LogCapture
     run.set_samples(RIGHT, step=19)
     run.audit(RIGHT, step=20)
     assert run.spare.answers == [RIGHT]
+
+
+def test_a_spare_that_never_answers_is_replaced(clock: Clock) -> None:
+    run = Run()
+    run.set_samples(RIGHT)
+    assert run.audit() == [], "it computes"
+    clock.now += 599
+    assert run.audit() == [] and run.records == []
+    clock.now += 2
+    assert run.audit() == [run.spare]
+    assert [record["text"] for record in run.records] == [
+        "audits  no answer of a spare within 601 s, so that it is replaced"
+    ]
+    assert run.num_wrong == 0, "its node may be used"
+    clock.now += 1000
+    run.set_samples(RIGHT, step=4)
+    assert run.audit(RIGHT, step=30) == [] and run.audits.disputed_step is None, "another one audits"
+
+
+def test_an_audit_may_take_ten_times_the_longest_one(clock: Clock) -> None:
+    run = Run()
+    run.set_samples(RIGHT)
+    members = [run.make_member(rank) for rank in range(2)]
+    for _ in range(2):
+        run.audits.update(members, [run.spare], 5)
+    running = run.audits._running
+    assert running is not None
+    clock.now += 100
+    running.calls[0].resolve(RIGHT)
+    assert run.audits.update(members, [run.spare], 5) == EndedSpares([])
+    run.set_samples(RIGHT, step=99)
+    assert run.audit(step=200) == []
+    clock.now += 999
+    assert run.audit() == []
+    clock.now += 2
+    assert run.audit() == [run.spare]
 
 
 def test_a_difference_that_was_not_computed_again_is_noted() -> None:
