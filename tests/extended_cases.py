@@ -47,6 +47,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"survive_the_loss_of_a_rank\[(generator|loaders)",
         r"from_the_beginning\[0\]",
     ),
+    "driver/test_spare_audits": (r"audit_while_ranks_train\[parallel.zero=3",),
     "driver/test_dry_run": (r"shard_of_the_model\[(zero3-(514|2049)|hsdp-(0|2049)|replicas-(514|2049))\]",),
     "driver/test_interruption": (
         r"damaged_checkpoint_is_skipped\[(deleted|flipped byte of the manifest|truncated shard)",
@@ -84,15 +85,15 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
     "optim/test_bf16_moments": (r"bits_of_one_process\[(dp-3-(adamw|muon)|zero3-2-adamw|zero1-3-muon)\]",),
     "optim/test_class_optimizer": (
         r"changes_its_layout_keeps_the_bits\[torch.optim.ASGD",
-        r"bits_of_one_process\[torch.optim.(SGD|Adam|ASGD|Adagrad)\]",
+        r"bits_of_one_process\[(torch.optim.(SGD|Adam|ASGD|Adagrad)|tests.optim.own_optimizers.DecayingSign)\]",
         r"whole_parameters\[torch.optim.(SGD|Adam|AdamW|Adamax|Adadelta|Adagrad|ASGD|RAdam|RMSprop|Rprop)-",
         r"whole_parameters\[torch.optim.NAdam-(zero1-2|ddp-3|cp-2|pp-2|zero2-3|zero3-3|tp-2)\]",
     ),
     "optim/test_muon": (
         r"whole_matrices\[llama-(ddp-2|zero1-2|zero2-3|zero3-3|cp-2|pp-2)\]",
-        r"whole_matrices\[gpt2-(ddp-2|zero3-3|tp-2|tp-2 zero3-2|pp-2)\]",
-        r"whole_matrices\[moe-(ddp-2|zero3-3|tp-2|pp-2|ep-2)\]",
-        r"bits_of_one_process\[(ddp-2|zero1-2|zero2-3|zero3-4)\]",
+        r"whole_matrices\[gpt2-(ddp-2|zero3-3|tp-2|tp-2 zero3-2|pp-2|pp-2 zero2-2)\]",
+        r"whole_matrices\[moe-(ddp-2|zero3-3|tp-2|pp-2|ep-2|hsdp-2x2)\]",
+        r"bits_of_one_process\[(ddp-2|ddp-5|zero1-2|zero2-3|zero3-4)\]",
         r"to_disk_keeps_the_bits\[tp-2\]",
         r"with_experts_or_tensor_parallelism_have_the_same_bits\[experts",
     ),
@@ -284,6 +285,18 @@ EXTENDED_TESTS: dict[tuple[str, str], str] = {  # file and name of tests that on
     ),
     ("driver/test_ray_data", "test_full_object_store_does_not_change_the_losses"): (
         "driver/fault_matrix; the other tests"
+    ),
+    ("driver/test_growing_cluster", "test_axes_left_to_the_planner_are_chosen_again"): (
+        "the other test of the file; driver/test_auto_layout, test_membership_planner"
+    ),
+    ("driver/test_ray_faults", "test_audits_find_a_wrong_shard_that_no_other_rank_has"): (
+        "training/test_step_audits: shards of ZeRO; the other audits of the file"
+    ),
+    ("driver/test_spare_audits", "test_a_transient_fault_of_a_rank_is_undone"): (
+        "driver/test_spare_audit_calls: a rank that was wrong; the broken rank in the same file"
+    ),
+    ("driver/test_trial_slots", "test_the_ray_of_a_killed_sweep_lasts_until_its_trials_have_saved"): (
+        "sweeps/test_killed_sweep; the other tests of the file"
     ),
     ("driver/test_ray_faults", "test_a_persistent_fault_is_found_within_the_automatic_interval"): (
         "the other audits of the file; elastic/test_audit_schedule"

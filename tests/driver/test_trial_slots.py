@@ -62,7 +62,7 @@ def test_trials_share_the_running_cluster(ray_cluster: None, tmp_path: Path, mon
         assert json.loads(metrics.read_text().splitlines()[-1])["elastic/world_size"] == 4
 
 
-def test_a_ray_that_a_sweep_has_started_lasts_until_the_trials_of_a_killed_sweep_have_saved(tmp_path: Path) -> None:
+def test_the_ray_of_a_killed_sweep_lasts_until_its_trials_have_saved(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:  # a short path
         words = [*SMALL_OVERRIDES, "train.steps=100000", "data.engine=auto", "cluster.address=local"]
         command = [sys.executable, "-m", "raytrain_hpc", "sweep", *words, f"run.dir={tmp_path}", "--at-once", "2"]
