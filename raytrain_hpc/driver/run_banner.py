@@ -12,6 +12,7 @@ from raytrain_hpc.config.value_types import format_value
 from raytrain_hpc.data.samples.dataset_form import find_form, get_name
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.driver.run_setup import PreparedRun
+from raytrain_hpc.driver.spare_memory import explain_too_large_audits
 from raytrain_hpc.observability.console import format_count
 from raytrain_hpc.planner.explain import describe_estimate, describe_expectation
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_token
@@ -77,6 +78,9 @@ def announce_run(
     if estimate is not None:
         workload = make_workload(config, model_spec)
         print_line(f"expect  {describe_expectation(estimate, workload, machine)}")
+        too_large = explain_too_large_audits(config, model_spec, layout, batching, machine.device)
+        if too_large and machine.device.name != "cpu":  # of unknown memory
+            print_line(f"spares  {too_large}")
         if machine.device.name != "cpu" or config.logging.peak_tflops != AUTO:  # else step lines have no MFU
             print_line(
                 f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "

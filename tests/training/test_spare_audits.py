@@ -47,8 +47,13 @@ def audit(rank: int, rendezvous: Any, spec: Any, samples: list[AuditSample], wei
         return compute_again(spec, plan, rank, CPU, rendezvous, by_source, batch)
 
 
-def run_audit(pool: WarmPool, words: list[str], *, steps: int = 2, custom: Any = None) -> tuple[Any, Any]:
-    """Train and audit the last step; return the traces of the audited ranks, and those of the spares."""
+def run_audit(
+    pool: WarmPool, words: list[str], *, steps: int = 2, custom: Any = None, function: Any = audit
+) -> tuple[Any, Any]:
+    """Train and audit the last step; return the traces of the audited ranks, and those of the spares.
+
+    `function`: what the spares call; they return what it does.
+    """
     config = make_small_config(None, *BASE, *words, *SAMPLED)
     spec = make_worker_spec(config, int(config.cluster.workers), steps_to=steps, custom=custom)
     spec = replace(spec, disputed_step=steps - 1)
@@ -59,7 +64,7 @@ def run_audit(pool: WarmPool, words: list[str], *, steps: int = 2, custom: Any =
     assert [sample.rank for sample in samples] == sorted({*plan.ranks, *plan.sources})
     by_rank = {sample.rank: sample for sample in samples}
     expected = [by_rank[rank].traces for rank in plan.ranks]
-    return expected, pool.call(audit, plan.layout.world_size, spec, samples, weights)
+    return expected, pool.call(function, plan.layout.world_size, spec, samples, weights)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
