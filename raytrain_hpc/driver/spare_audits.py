@@ -243,6 +243,7 @@ class SpareAudits:
         seconds = running.measure_s()
         if is_hung := seconds > max(_HUNG_S, _HUNG_FACTOR * self._longest_s):
             self._note(f"no answer of a spare within {seconds:.0f} s, so that it is replaced")
+            self._count_failed()
         return is_hung
 
     def _read_result(self, running: RunningAudit, spare: Worker, call: Any) -> Traces | None:
@@ -252,14 +253,17 @@ class SpareAudits:
         except RayError as error:
             if call not in running.failed:
                 running.failed.append(call)
-                self._num_failed += 1
                 _log.warning("an audit by a spare failed: %s", extract_last_line(error))
+                self._count_failed()
             if isinstance(error, RayActorError):
                 spare.warmup.program = None  # its next warm-up finds that it is dead
-            if self._num_failed >= _MAX_FAILED:
-                self._stop("several audits in a row have failed, as they do if the model does not fit")
             return None
         return result
+
+    def _count_failed(self) -> None:
+        self._num_failed += 1
+        if self._num_failed >= _MAX_FAILED:
+            self._stop("several audits in a row have failed, as they do if the model does not fit")
 
     def _judge(self, running: RunningAudit, *, differs: bool) -> list[Worker]:
         """Return the spares that are at fault, after they have computed twice. `differs`: also the second time."""

@@ -376,6 +376,20 @@ def test_a_spare_that_never_answers_is_replaced(clock: Clock) -> None:
     assert run.audit(RIGHT, step=30) == [] and run.audits.disputed_step is None, "another one audits"
 
 
+def test_audits_that_never_end_are_given_up(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    run, step = Run(), 4
+    for _ in range(3):
+        run.set_samples(RIGHT, step=step)
+        assert run.audit(step=step + 1) == []
+        clock.now += 601
+        assert run.audit(step=step + 1) == [run.spare] and run.num_wrong == 0
+        step += 100
+    assert "several audits in a row have failed" in caplog.text
+    run.set_samples(RIGHT, step=step)
+    run.audit(RIGHT, step=step + 1)
+    assert run.spare.answers == [RIGHT], "nothing is asked of it"
+
+
 def test_an_audit_may_take_ten_times_the_longest_one(clock: Clock) -> None:
     run = Run()
     run.set_samples(RIGHT)
