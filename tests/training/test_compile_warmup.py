@@ -158,7 +158,7 @@ def warm_up_in_parts(rank: int, rendezvous: Rendezvous, spec: WorkerSpec, parts:
 def test_a_cancelled_warm_up_ends_after_the_rank_that_it_compiles_for(
     pool: WarmPool, tp: int, counts: list[int]
 ) -> None:
-    """The compiler keeps more versions than its default of 8, and another warm-up compiles the missing ones only.
+    """Another warm-up compiles the missing graphs only; for six ranks, more versions are kept than the default of 8.
 
     Two graphs per rank for its blocks, and three of the loss for each size of a vocabulary shard: on six ranks, two.
     """

@@ -31,7 +31,7 @@ FEATURES = {
 
 
 def count_tensors(rank: int, rendezvous: Any, spec: Any) -> list[list[tuple[int, int]]]:
-    """Train, and return the number and the bytes of all tensors of this process after each step."""
+    """Train, and return the number and the bytes of this trainer's tensors after each step from FIRST_STEP on."""
     gc.collect()
     gc.freeze()  # modules and what earlier tests left: hundreds of thousands of objects
     trainer, sizes = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel()), []
