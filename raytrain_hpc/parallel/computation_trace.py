@@ -92,6 +92,34 @@ class ShardTraces:
     other: Trace = field(default_factory=Trace)
 
 
+class CounterTrace:
+    """Tracer of what the passes of one microbatch add to counters, between those of other microbatches.
+
+    `counters`: by label, integer tensors on this rank.
+    """
+
+    def __init__(self, counters: Mapping[str, Tensor]):
+        self._counters = counters
+        self._added = {label: torch.zeros_like(counter) for label, counter in counters.items()}
+        self._before: dict[str, Tensor] = {}  # the counters, while passes of the microbatch run
+
+    def enter(self) -> None:
+        """Take note that passes of the microbatch run from now on."""
+        self._before = {label: counter.clone() for label, counter in self._counters.items()}
+
+    def leave(self) -> None:
+        """Take note that passes of other microbatches run from now on."""
+        for label, before in self._before.items():
+            self._added[label] += self._counters[label] - before
+        self._before = {}
+
+    def add_to(self, trace: Trace) -> None:
+        """Add what the microbatch has added to each counter."""
+        self.leave()
+        for label, added in self._added.items():
+            trace.add("contributed", label, added)
+
+
 class ComputationTracer:
     """Tracer of the microbatches that audits compare; shared by everything that communicates in the passes of a rank.
 
@@ -107,6 +135,7 @@ class ComputationTracer:
         self._slots: Sequence[int] = ()  # by source, the number of its traced microbatch
         self._own_source = 0
         self._current_slot: int | None = None
+        self._counters = CounterTrace({})
 
     @contextmanager
     def trace(
@@ -116,28 +145,37 @@ class ComputationTracer:
         *,
         drop: bool = False,
         sums: Mapping[Any, ShardTraces] | None = None,
+        counters: Mapping[str, Tensor] | None = None,
     ) -> Iterator[list[Trace]]:
         """Trace one microbatch per source inside the context. Yields a trace of this rank's, then those of experts.
 
         `slots`: by source, a rank of the "ep" axis, the number of its traced microbatch. Without expert parallelism
         there is one source, this rank. `drop`: do not add the gradients of the passes to those of the step. `sums`:
-        traces of the sums of gradients, by kind of parameters.
+        traces of the sums of gradients, by kind of parameters. `counters`: by label, tensors to which the passes of
+        this rank add integers; what they add for its traced microbatch is contributed.
         """
         traces, self.audited_sums = [Trace() for _ in range(len(slots) + 1)], sums or {}
         self._trace, *self._expert_traces = traces
         self._slots, self._own_source, self.drops_contributions = slots, own_source, drop
+        self._counters = CounterTrace(counters or {})
         try:
             yield traces
+            self._counters.add_to(traces[0])
         finally:
             self._trace, self._expert_traces = None, []
             self._current_slot, self.drops_contributions, self.audited_sums = None, False, {}
+            self._counters = CounterTrace({})
 
     def enter_microbatch(self, slot: int) -> None:
         """Take note that the passes of a microbatch of this rank run from now on. `slot`: its number on this rank."""
+        self._counters.leave()
         self._current_slot = slot
+        if self.is_traced(slot):
+            self._counters.enter()
 
     def leave_microbatches(self) -> None:
         """Take note that what follows belongs to no microbatch: gradients of several are summed."""
+        self._counters.leave()
         self._current_slot = None
 
     def is_traced(self, slot: int, source: int | None = None) -> bool:

@@ -143,7 +143,7 @@ def _build_with_callbacks(
     add_common_callbacks(callbacks, spec, train_module, state, *checks, control, context.tracer, optimizer.update_hooks)
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
-    callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator))
+    callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator, audits))
     callbacks.add(*_build_audit_callbacks(audits, replica_check, snapshots, checkpointer))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
     return Trainer(
@@ -359,7 +359,11 @@ def _start_callbacks(
 
 
 def _build_trainer_callbacks(
-    spec: WorkerSpec, model: ParallelModel, context: ParallelContext, evaluator: Evaluator | None
+    spec: WorkerSpec,
+    model: ParallelModel,
+    context: ParallelContext,
+    evaluator: Evaluator | None,
+    audits: StepAudits | None,
 ) -> list[Callback]:
     callbacks: list[Callback] = []
     if spec.config.logging.rank_stats_interval:
@@ -367,7 +371,8 @@ def _build_trainer_callbacks(
     if evaluator is not None:
         callbacks.append(EvaluationSchedule(spec.config.eval))
     if _has_expert_bias(spec):
-        callbacks.append(ExpertBias(model.modules.values(), spec.model_spec.expert_bias_rate, context.batch_group))
+        rate = spec.model_spec.expert_bias_rate
+        callbacks.append(ExpertBias(model.modules.values(), rate, context.batch_group, audits))
     return callbacks
 
 

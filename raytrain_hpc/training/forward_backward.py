@@ -85,6 +85,7 @@ class LocalForwardBackward:
             self.model.gradient_sync.backward_context(0, number, is_last=is_last),
         ):
             (loss * 0.0 if batch.is_padding else loss).backward()  # type: ignore[no-untyped-call]
+        self.running_statistics.trace(self.tracer)
         record_loss(sums, loss, count, batch)
 
     def evaluate(self, num_microbatches: int, read_batch: BatchReader) -> Tensor:

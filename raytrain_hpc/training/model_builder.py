@@ -26,7 +26,7 @@ from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.training.forward_backward import ForwardBackward, LocalForwardBackward
 from raytrain_hpc.training.pipeline_forward_backward import PipelineForwardBackward, TimelineReporter
 from raytrain_hpc.training.running_statistics import RunningStatistics
-from raytrain_hpc.training.state_builder import ParameterSlice
+from raytrain_hpc.training.state_builder import ParameterSlice, list_persistent_buffers
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainModule, SampleTrainModule, TrainModule
 
@@ -128,10 +128,11 @@ def build_running_statistics(
     train_module: TrainModule, model: ParallelModel, spec: WorkerSpec, context: ParallelContext
 ) -> RunningStatistics:
     """Return the buffers that depend on the data a rank saw: those of a user's module. A decoder has none."""
-    modules = () if isinstance(train_module, DecoderTrainModule) else model.modules.values()
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    is_elastic = spec.config.train.deterministic == "elastic"
-    return RunningStatistics(buffers, context.world_group, is_elastic=is_elastic)
+    if isinstance(train_module, DecoderTrainModule):
+        return RunningStatistics((), context.world_group)
+    buffers = [buffer for module in model.modules.values() for buffer in module.buffers()]
+    is_elastic, audited = spec.config.train.deterministic == "elastic", dict(list_persistent_buffers(model))
+    return RunningStatistics(buffers, context.world_group, is_elastic=is_elastic, audited=audited)
 
 
 def _init_weights(train_module: TrainModule, model: ParallelModel, name_part: str, num_threads: int) -> None:

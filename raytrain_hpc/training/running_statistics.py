@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+
+from raytrain_hpc.parallel.computation_trace import ComputationTracer
 
 
 class RunningStatistics:
     """Buffers of a module, kept equal on all ranks.
 
     They become those of rank 0. With `is_elastic`, every microbatch of a step starts from the buffers of the start of
-    the step, and they become those after its first microbatch: the same on any number of ranks.
+    the step, and they become those after its first microbatch: the same on any number of ranks. `audited`: those that
+    are part of the state, by name.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], group: dist.ProcessGroup | None, *, is_elastic: bool = False):
-        self.buffers, self._group, self._is_elastic = buffers, group, is_elastic
+    def __init__(
+        self,
+        buffers: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        is_elastic: bool = False,
+        audited: Mapping[str, Tensor] | None = None,
+    ):
+        self.buffers, self._group, self._is_elastic, self._audited = buffers, group, is_elastic, audited or {}
         self._initial: list[Tensor] | None = None  # at the start of the step
         self._updated: list[Tensor] = []  # after the first microbatch of the step
 
@@ -36,6 +46,11 @@ class RunningStatistics:
         """
         if self._is_elastic and index == 0:
             self._updated = [buffer.clone() for buffer in self.buffers]
+
+    def trace(self, tracer: ComputationTracer) -> None:
+        """Trace the buffers after the passes of a microbatch, if the microbatch is traced. Call before the next one."""
+        for name, buffer in self._audited.items():
+            tracer.add("contributed", f"buffer {name}", buffer)
 
     def sync(self) -> None:
         """Give the buffers their values at the end of a step. Collective. Call after the backward passes."""

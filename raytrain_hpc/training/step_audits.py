@@ -186,6 +186,12 @@ class StepAudits:
         ranks = range(self.context.layout.world_size)
         return self.totals.compute(step, "the sums of losses and token counts", reduce, is_right, ranks)
 
+    def reduce_loads(
+        self, step: int, reduce: Callable[[], Tensor], is_right: Callable[[Tensor], bool], ranks: Sequence[int]
+    ) -> Tensor:
+        """Return what `reduce` returns, sums over `ranks` of the loads of experts. As `reduce_losses` otherwise."""
+        return self.totals.compute(step, "the loads of experts", reduce, is_right, ranks)
+
     def have_gradients_changed(self, step: int) -> bool:
         """Return whether reduced gradients of an audited step have changed in memory, or differ between their copies.
 

@@ -30,8 +30,8 @@ class TracedPasses:
         self._context, self._model_step, self.drop_gradients = context, model_step, drop_gradients
         self._expert_peers = ModelReplicas(context.layout).get_expert_peers(context.rank)
         self._own_source = self._expert_peers.index(context.rank)
-        modules = [submodule for module in model.modules.values() for submodule in module.modules()]
-        self._routers = [module for module in modules if isinstance(module, Router)]
+        modules = [named for module in model.modules.values() for named in module.named_modules()]
+        self._loads = {f"load of {name}": module.load for name, module in modules if isinstance(module, Router)}
 
     def train(
         self,
@@ -45,7 +45,7 @@ class TracedPasses:
         `ComputationTracer.trace`.
         """
         slots = [get_slot(peer) for peer in self._expert_peers]
-        with self._context.tracer.trace(slots, self._own_source, sums=sums) as traces:
+        with self._context.tracer.trace(slots, self._own_source, sums=sums, counters=self._loads) as traces:
             losses = train()
             traces[0].add("contributed", "loss", losses[slots[self._own_source]])
         return losses, traces
@@ -53,10 +53,10 @@ class TracedPasses:
     def recompute(self, step: int, batch: AnyBatch) -> list[Trace]:
         """Run the passes of a microbatch, drop their gradients, and return the traces. Collective over all ranks."""
         slots = [0] * len(self._expert_peers)
-        with self._context.tracer.trace(slots, self._own_source, drop=True) as traces:
+        with self._context.tracer.trace(slots, self._own_source, drop=True, counters=self._loads) as traces:
             sums = self._model_step.recompute(step, batch)
             traces[0].add("contributed", "loss", sums)
         self.drop_gradients()
-        for router in self._routers:
-            router.load.zero_()
+        for load in self._loads.values():
+            load.zero_()
         return traces

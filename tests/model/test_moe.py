@@ -79,8 +79,7 @@ def test_the_bias_moves_against_the_load(tiny, random_decoder):
     loads = [torch.tensor([10, 0, 4, 4, 2]), torch.tensor([4, 4, 4, 4, 4])]
     for mixture, load in zip(get_mixtures(decoder), loads, strict=True):
         mixture.router.load.copy_(load)
-    expert_bias = ExpertBias([decoder], 0.25, None)
-    expert_bias.update()
+    ExpertBias([decoder], 0.25, None).update(torch.stack(loads))
     biases = [mixture.router.bias.tolist() for mixture in get_mixtures(decoder)]
     assert biases == [[-0.25, 0.25, 0.0, 0.0, 0.25], [0.0] * 5]
     assert all(not mixture.router.load.any() for mixture in get_mixtures(decoder))

@@ -23,11 +23,22 @@ LAYOUTS: dict[str, list[str]] = {
     "pp2 x ddp-3": [*LLAMA, "cluster.workers=6", "parallel.pp=2"],
     "ep2 x ddp-2": [*MODELS["moe"], "train.micro_batch_size=2", "cluster.workers=4", "parallel.ep=2"],
 }
+BIASED = [*MODELS["moe"], "train.micro_batch_size=3", "model.load_balancing=bias"]
+LAYOUTS |= {
+    "ddp-2, biases": [*BIASED, "cluster.workers=2"],
+    "pp2 x ddp-2, biases": [*BIASED, "cluster.workers=4", "parallel.pp=2"],
+    "ring2 x zero3-2, biases": [*BIASED, "cluster.workers=4", "parallel.cp=2", "parallel.zero=3"],
+}
 # Ranks that hold one whole state, and add up its norm: with experts there is one, shared by all ranks.
 NORM_RANKS = {"zero2-3": 3, "ring2 x zero3-2": 2, "tp2 x ddp-2": 2, "pp2 x ddp-3": 2, "ep2 x ddp-2": 4}
-CASES = [(layout, "losses") for layout in LAYOUTS] + [
-    (layout, total) for layout in NORM_RANKS for total in ("squares", "largest")
+# Ranks that share the batch, and add up the loads of experts.
+LOAD_RANKS = {"ddp-2, biases": 2, "pp2 x ddp-2, biases": 2, "ring2 x zero3-2, biases": 4}
+CASES = [
+    *((layout, "losses") for layout in LAYOUTS if layout not in LOAD_RANKS),
+    *((layout, total) for layout in NORM_RANKS for total in ("squares", "largest")),
+    *((layout, "loads") for layout in LOAD_RANKS),
 ]
+SUBJECTS = {"losses": "the sums of losses and token counts", "loads": "the loads of experts"}
 
 
 class WrongContribution(rt.Callback):
@@ -54,6 +65,8 @@ class WrongContribution(rt.Callback):
 
     def _is_of_total(self, tensor: Tensor, op: Any) -> bool:
         is_maximum, is_float = op == dist.ReduceOp.MAX, tensor.dtype == torch.float64
+        if self._total == "loads":
+            return tensor.dtype == torch.int64 and tensor.dim() == 2
         if self._total == "squares":
             return tensor.dtype == torch.int64 and tensor.shape == (2,) and not is_maximum
         return is_float and (is_maximum if self._total == "largest" else not is_maximum and tensor.dim() == 1)
@@ -69,15 +82,17 @@ def test_a_total_that_is_wrong_on_all_ranks_alike_is_computed_again(
     records = pool.train(config, callbacks=[WrongContribution(total)])[0]
     assert get_bits(records, tmp_path) == expected
     incidents = [record for record in records if record["type"] == "incident"]
-    num_ranks = config.cluster.workers if total == "losses" else NORM_RANKS[layout]
-    subject = "the sums of losses and token counts" if total == "losses" else "the norm of gradients"
+    num_ranks = config.cluster.workers if total == "losses" else (NORM_RANKS | LOAD_RANKS)[layout]
+    subject = SUBJECTS.get(total, "the norm of gradients")
     assert len(incidents) == num_ranks and 1 in {incident["rank"] for incident in incidents}
     for incident in incidents:
         assert incident["reason"].startswith(f"rank {incident['rank']} received {subject} wrong, or those that")
         assert incident["reason"].endswith("right when repeated")
 
 
-@pytest.mark.parametrize(("layout", "total"), [("zero2-3", "squares"), ("tp2 x ddp-2", "losses")])
+@pytest.mark.parametrize(
+    ("layout", "total"), [("zero2-3", "squares"), ("tp2 x ddp-2", "losses"), ("ddp-2, biases", "loads")]
+)
 def test_a_total_that_is_wrong_again_ends_the_generation(
     pool: WarmPool, tmp_path: Path, layout: str, total: str
 ) -> None:
