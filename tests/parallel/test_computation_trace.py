@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from raytrain_hpc.parallel.computation_trace import ComputationTracer, Trace
+from raytrain_hpc.state.tensor_hash import compute_hash
 
 CPU = torch.device("cpu")
 
@@ -25,6 +26,18 @@ def test_only_the_traced_microbatch_is_recorded() -> None:
     assert [label for _, label, _ in own.to_entries()] == ["of 1 in 0", "in 1", "of 1 in 1", "of 1 in 2"]
     assert [label for _, label, _ in of_source_1.to_entries()] == ["experts in 0"]
     assert of_source_0.to_entries() == [] and int(of_source_0.compute_total(CPU)) == 0
+
+
+def test_what_a_microbatch_adds_to_a_counter_is_contributed() -> None:
+    """In several passes, between those of others."""
+    tracer, counter = ComputationTracer(), torch.tensor([5, 7])
+    with tracer.trace([1], own_source=0, counters={"load": counter}) as (own, _):
+        for slot, added in ((0, [100, 0]), (1, [1, 2]), (0, [0, 100]), (1, [10, 20]), (1, [0, 1])):
+            tracer.enter_microbatch(slot)
+            counter += torch.tensor(added)
+        tracer.leave_microbatches()
+        counter += 1000
+    assert own.to_entries() == [("contributed", "load", int(compute_hash(torch.tensor([11, 23]))))]
 
 
 def test_total_depends_on_the_order_of_what_is_communicated_but_not_of_contributions() -> None:
