@@ -156,18 +156,20 @@ class SpareAudits:
     def explain_end(self, kinds: Collection[str]) -> DisputedEnd | None:
         """Return the failure because of which a generation with a new dispute goes back, however it has ended.
 
-        `kinds`: of the failures of its ranks. If ranks have found that one of them computes wrong, that settles it.
+        `kinds`: of the failures of its ranks. If ranks have found that one of them computes wrong, that settles it: no
+        step is computed again to tell who was wrong.
         """
+        dispute = self._dispute
         if FAULTY_DEVICE in kinds:
             self._close_dispute()
-        if self._dispute is None or not self._is_new:
+        if dispute is None or not self._is_new:
             return None
-        disagreement, audit = self._dispute.disagreement, self._dispute.disagreement.audit
+        disagreement, audit = dispute.disagreement, dispute.disagreement.audit
         found = find_differences(audit, disagreement.of_spares, disagreement.of_ranks, "ranks")
         reason = f"a spare has computed {found[0].subject} differently, twice alike ({found[0].tensor} first)"
         kind = SUSPECTED if audit == self._undecided else DISPUTED
         if kind == SUSPECTED:
-            for spare in self._dispute.spares:
+            for spare in dispute.spares:
                 spare.suspected_in = spare.suspected_in or self._generation
             self._close_dispute()
         return DisputedEnd(found[0].rank, kind, reason, audit.step)

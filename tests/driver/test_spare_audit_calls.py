@@ -11,9 +11,11 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_hpc.driver import running_spare_audit, spare_audits
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
+from raytrain_hpc.driver.failure_explanation import attribute_disagreement
 from raytrain_hpc.driver.spare_audits import EndedSpares, SpareAudits
 from raytrain_hpc.driver.spare_warmup import WarmupState
 from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit
+from raytrain_hpc.errors import WorkerFailedError
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.runtime.audit_sample import AuditSample
 from tests.driver.fake_ray import FakeRef
@@ -264,6 +266,27 @@ def test_the_run_goes_back_however_the_disputed_generation_ends() -> None:
         run.audit(WRONG, WRONG, step=10)
         end = run.audits.explain_end(kinds)
         assert run.audits.is_disputed and end is not None and end.trusted_step == 9
+
+
+def test_ranks_that_find_the_faulty_one_in_the_disputed_generation_go_back_before_the_disputed_step() -> None:
+    """They had audited later steps, but not the disputed one."""
+    run = Run()
+    run.set_samples(RIGHT)
+    run.audit(RIGHT)
+    run.set_samples(RIGHT, step=9)
+    run.audit(WRONG, WRONG, step=10)
+    faulty = make_failure("faulty device")
+    attribute_disagreement(failures := {0: faulty, 1: make_failure(REPLICAS_DIFFER)}, run.audits, [], fail)
+    assert failures[0] is faulty and [failure.trusted_step for failure in failures.values()] == [9, 9]
+    assert run.audits.disputed_step is None
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("ranks have named the one at fault")
+
+
+def make_failure(kind: str) -> WorkerFailedError:
+    return WorkerFailedError(0, "n", 1, kind, "")
 
 
 def test_a_difference_before_any_agreement_is_disputed_once_there_is_one() -> None:
