@@ -47,7 +47,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"survive_the_loss_of_a_rank\[(generator|loaders)",
         r"from_the_beginning\[0\]",
     ),
-    "driver/test_spare_audits": (r"audit_while_ranks_train\[parallel.zero=3",),
+    "driver/test_spare_audits": (r"audit_while_ranks_train\[parallel.zero=3", r"broken_spare_is_replaced\[2\]"),
     "driver/test_dry_run": (r"shard_of_the_model\[(zero3-(514|2049)|hsdp-(0|2049)|replicas-(514|2049))\]",),
     "driver/test_interruption": (
         r"damaged_checkpoint_is_skipped\[(deleted|flipped byte of the manifest|truncated shard)",

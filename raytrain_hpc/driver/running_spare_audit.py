@@ -20,7 +20,10 @@ Samples = Sequence[tuple[AuditSample, Any]]  # of all ranks of an audit, with re
 
 @dataclass
 class RunningAudit:
-    """An audit in progress. `calls`: of the spares; `computed`: what earlier calls have returned."""
+    """An audit in progress. `calls`: of the spares; `computed`: what earlier calls have returned.
+
+    `accused`: the spares that have computed twice alike what the ranks have not.
+    """
 
     samples: Samples
     members: Sequence[Worker]
@@ -28,6 +31,7 @@ class RunningAudit:
     calls: list[Any]
     began: float
     computed: list[UnitTraces] = field(default_factory=list)
+    accused: Sequence[Worker] = ()
     failed: list[Any] = field(default_factory=list)  # calls whose failure is known
     failed_at: float | None = None  # when one of the calls was found to have failed while others had not ended
     called_at: float = 0.0  # monotonic seconds

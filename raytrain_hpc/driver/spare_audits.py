@@ -102,7 +102,9 @@ class SpareAudits:
                 spare.actor.cancel_warmup.remote(self._generation)
             if len(self._running.spares) > 1:
                 self._store.abort_generation(-self._num_calls)  # some may have left before they met
-            if self._running.computed:
+            if self._running.accused:
+                self._open_dispute(self._running)
+            elif self._running.computed:
                 step = self._running.audit.step + 1
                 self._note(f"a spare has computed a microbatch of step {step} differently than a rank, once so far")
         self._running, self._requests = None, []
@@ -118,7 +120,7 @@ class SpareAudits:
         if self._is_new or not self._interval:
             return EndedSpares()
         if self._running is not None:
-            return self._finish_calls(self._running)
+            return self._finish_calls(self._running, idle)
         if self._requests:
             self._receive_samples(members, idle, committed_step)
         elif len(idle) >= self._num_spares and self._is_sampled(committed_step):
@@ -214,7 +216,7 @@ class SpareAudits:
             for position, spare in enumerate(running.spares)
         ]
 
-    def _finish_calls(self, running: RunningAudit) -> EndedSpares:
+    def _finish_calls(self, running: RunningAudit, idle: Sequence[Worker]) -> EndedSpares:
         """Judge what the spares have returned, and let them compute again if it differs for the first time."""
         ended, pending = ray.wait(running.calls, num_returns=len(running.calls), timeout=0)
         results = {
@@ -225,6 +227,8 @@ class SpareAudits:
             return EndedSpares()
         if pending or has_failed:
             self._running = None
+            if running.accused:  # the others cannot tell who is wrong
+                self._open_dispute(running)
             return EndedSpares(silent=[spare for spare in running.spares if spare not in results])
         traces = [result for result in results.values() if result is not None]
         running.computed.append(traces)
@@ -238,7 +242,9 @@ class SpareAudits:
         if not differs:
             self._num_equal, self._num_faulty, self._has_agreed = self._num_equal + 1, 0, True
             self._open_held()
-        return EndedSpares([] if is_first else self._judge(running, differs=differs))
+        if running.accused:
+            return EndedSpares(self._judge_by_others(running, differs=differs))
+        return EndedSpares([] if is_first else self._judge(running, idle, differs=differs))
 
     def _is_hung(self, running: RunningAudit) -> bool:
         """Return whether no audit takes as long as this one."""
@@ -267,8 +273,11 @@ class SpareAudits:
         if self._num_failed >= _MAX_FAILED:
             self._stop("several audits in a row have failed, as they do if the model does not fit")
 
-    def _judge(self, running: RunningAudit, *, differs: bool) -> list[Worker]:
-        """Return the spares that are at fault, after they have computed twice. `differs`: also the second time."""
+    def _judge(self, running: RunningAudit, idle: Sequence[Worker], *, differs: bool) -> list[Worker]:
+        """Return the spares that are at fault, after they have computed twice. `differs`: also the second time.
+
+        If either they or the ranks can be, other spares compute the same, if there are enough.
+        """
         audit, (first, second) = running.audit, running.computed
         findings = find_differences(audit, running.of_ranks, first, "spares")
         is_unstable = bool(find_differences(audit, first, second, "spares"))
@@ -282,14 +291,34 @@ class SpareAudits:
         if not differs:
             self._report(running.spares, running, findings, "silent corruption", "right when repeated")
             return []
-        dispute = _Dispute(Disagreement(audit, running.of_ranks, first), running.spares, running.members)
+        others = [spare for spare in idle if spare not in running.spares]
+        running.accused, spares = running.spares, others[: self._num_spares]
+        if len(spares) < self._num_spares:
+            self._open_dispute(running)
+        else:
+            self._running, running.spares, running.failed, running.failed_at = running, spares, [], None
+            self._start_calls(running)
+        return []
+
+    def _judge_by_others(self, running: RunningAudit, *, differs: bool) -> list[Worker]:
+        """Return the spares that are at fault, after others have computed the same. `differs`: from the ranks too."""
+        if differs:
+            self._open_dispute(running)
+            return []
+        findings = find_differences(running.audit, running.of_ranks, running.computed[0], "spares")
+        self._report(running.accused, running, findings, FAULTY_DEVICE, "again when repeated, another one did not")
+        return [running.accused[finding.rank] for finding in findings]
+
+    def _open_dispute(self, running: RunningAudit) -> None:
+        """Go back, since a rank or the accused spares are wrong, unless no spare has computed like ranks so far."""
+        disagreement = Disagreement(running.audit, running.of_ranks, running.computed[0])
+        dispute = _Dispute(disagreement, running.accused, running.members)
         if self._has_agreed:
             self._dispute, self._is_new = dispute, True
-            return []
+            return
         self._held, self._num_unequal = self._held or dispute, self._num_unequal + 1
         if self._num_unequal == _MAX_UNEQUAL:
             self._stop("spares have never computed the bits of ranks")
-        return []
 
     def _open_held(self) -> None:
         """Go back after a dispute from before spares had agreed with ranks for the first time."""

@@ -1,7 +1,8 @@
 """Verdict on an audit by spares: whether they agree with the ranks, and after a disagreement who was wrong.
 
-Pure functions. A spare alone cannot tell: it and the ranks are two parties. The run then goes back to a state from
-before the step, its next step is audited by ranks, and the audited step is computed again by both.
+Pure functions. A spare alone cannot tell: it and the ranks are two parties. Unless another spare agrees with the ranks,
+the run then goes back to a state from before the step, its next step is audited by ranks, and the audited step is
+computed again by both.
 """
 
 from __future__ import annotations

@@ -48,13 +48,14 @@ class Spare:
 
 
 class Run:
-    """A run on ranks whose samples are set, and one spare."""
+    """A run on ranks whose samples are set, and one spare, or two."""
 
     def __init__(self, num_ranks: int = 2):
         self.layout, self.records = Layout(dp_replicate=num_ranks), list[dict[str, Any]]()
         self.rank = min(1, num_ranks - 1)  # that is audited
         self.audits, self.spare = SpareAudits(SimpleNamespace()), Spare()  # type: ignore[arg-type]
         self.samples: list[AuditSample | None] = [None] * num_ranks
+        self.other: Spare | None = None
         self.num_wrong = 0  # spares, of those that are to be replaced
         self.next_steps: list[int] = []  # from which on ranks were told to take the next samples
         spec = make_worker_spec(make_small_config(None, *WORDS), 1, steps_to=50)
@@ -80,7 +81,8 @@ class Run:
         ended = []
         for _ in range(5):
             members = [self.make_member(rank) for rank in range(len(self.samples))]
-            update = self.audits.update(members, [self.spare], step)
+            idle: list[Any] = [self.spare] if self.other is None else [self.spare, self.other]
+            update = self.audits.update(members, idle, step)
             self.num_wrong += len(update.wrong)
             ended += [*update.wrong, *update.silent]
         return ended
@@ -255,6 +257,40 @@ def dispute(run: Run) -> None:
     run.begin(2)
     assert not run.audits.take_request() and run.audits.explain_end([REPLICAS_DIFFER]) is None
     run.records.clear()
+
+
+def disagree(run: Run, *of_other: Any) -> list[Any]:
+    """Let a spare agree, and then disagree, after which another one computes the same. Return those to be replaced."""
+    run.other = Spare(10, list(of_other))
+    run.set_samples(RIGHT)
+    run.audit(RIGHT)
+    run.set_samples(RIGHT, step=9)
+    return run.audit(WRONG, WRONG, step=10)
+
+
+def test_a_spare_is_at_fault_if_another_one_computes_like_the_ranks() -> None:
+    """They train on."""
+    run = Run()
+    assert disagree(run, RIGHT) == [run.spare] and not run.audits.is_disputed and run.audits.explain_end([]) is None
+    ((kind, rank, reason),) = run.get_incidents()
+    assert (kind, rank) == ("faulty device", None) and "again when repeated, another one did not" in reason
+    assert run.other is not None and run.other.answers == []
+
+
+@pytest.mark.parametrize("answer", [WRONG, OTHER, RayError()], ids=["like the first", "something else", "nothing"])
+def test_the_run_goes_back_if_no_spare_computes_like_the_ranks(answer: Any) -> None:
+    run = Run()
+    assert disagree(run, answer) == [] and run.audits.take_request()
+    end = run.audits.explain_end([REPLICAS_DIFFER])
+    assert end is not None and (end.rank, end.kind, end.trusted_step) == (run.rank, "disputed", 9)
+
+
+def test_the_run_goes_back_if_it_ends_before_another_spare_has_computed_the_same() -> None:
+    run = Run()
+    assert disagree(run) == [] and not run.audits.is_disputed
+    run.audits.end_generation()
+    assert run.audits.is_disputed and run.audits.explain_end(["died"]) is not None
+    assert run.other is not None and run.other.cancelled == [1] and run.spare.cancelled == []
 
 
 def test_the_run_goes_back_however_the_disputed_generation_ends() -> None:

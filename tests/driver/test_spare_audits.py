@@ -144,14 +144,19 @@ def compute_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def test_a_broken_spare_is_replaced(ray_cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_spares", [1, 2])
+def test_a_broken_spare_is_replaced(ray_cluster: None, tmp_path: Path, num_spares: int) -> None:
+    """A second spare tells who is wrong while the ranks train on."""
     model = {"model": LinearWithBrokenSpare, "loss": compute_loss}
     rt.train(make_config(tmp_path / "clean", *WORDS, "fault.audit_interval=0", "cluster.spares=0"), quiet=True, **model)
-    result = run(tmp_path / "run", 2, "fault.audit_interval=5", **model)
-    assert (result.outcome, result.restarts) == ("done", 1)
+    result = run(tmp_path / "run", 2, "fault.audit_interval=5", f"cluster.spares={num_spares}", **model)
+    assert (result.outcome, result.restarts) == ("done", 1 if num_spares == 1 else 0)
     assert read_curve(tmp_path / "run", STEPS) == read_curve(tmp_path / "clean", STEPS)
     incidents = {incident["kind"]: incident for incident in read_incidents(tmp_path / "run")}
-    assert {"disputed", "faulty device"} <= set(incidents) <= {"disputed", "faulty device", "silent corruption"}
+    if num_spares == 1:
+        assert {"disputed", "faulty device"} <= set(incidents) <= {"disputed", "faulty device", "silent corruption"}
+    else:
+        assert set(incidents) == {"faulty device"}
     broken = int((tmp_path / "run" / "broken").read_text())
     of_spares = [incident for kind, incident in incidents.items() if kind != "disputed"]
     assert {(incident["rank"], incident["pid"]) for incident in of_spares} == {(None, broken)}
