@@ -161,7 +161,7 @@ class RayWorkerGroup:
                 raise self._abort_generation(time.time(), failures)
             if stop_event.is_set() and not stopping:
                 stopping = True
-                self._call_all_ranks("request_stop")
+                self._call_all_ranks("request", "stop", self._generation)
             if not (stopping or pausing) and throttle.is_ready():
                 with throttle.measure():
                     self._pool.warm_up_spares(self._workers)
@@ -169,7 +169,7 @@ class RayWorkerGroup:
                     request = poll_regroup()
                 if request is not None:
                     pausing = True
-                    self._call_all_ranks("request_pause" if request == "pause" else "request_stop")
+                    self._call_all_ranks("request", "pause" if request == "pause" else "stop", self._generation)
             self._poller.poll(self._health.collect_health(), urgent=stopping)
         self._spare_audits.end_generation()
         self._poller.fetch_remaining()
@@ -184,7 +184,7 @@ class RayWorkerGroup:
         idle = self._pool.list_warm_spares(self._workers)
         self._pool.replace_spares(*audits.update(self._workers, idle, min(steps, default=0)))
         if audits.take_request():
-            self._call_all_ranks("request_distrust")
+            self._call_all_ranks("request", "distrust", self._generation)
 
     def recall_metrics(self, after_step: int, until_step: int) -> list[Record]:
         """Return the metrics of these steps from the first survivor that has reached `until_step`, or from a node."""
@@ -248,10 +248,10 @@ class RayWorkerGroup:
         if self._capacity is not None:
             self._capacity.exclude_node(node_id)
 
-    def _call_all_ranks(self, method: str) -> None:
+    def _call_all_ranks(self, method: str, *arguments: Any) -> None:
         """Call a method of every rank's actor without waiting."""
         for worker in self._workers:
-            getattr(worker.actor, method).remote()
+            getattr(worker.actor, method).remote(*arguments)
 
     def _collect_outcome(self, run_ref: Any, rank: int) -> GenerationOutcome:
         """Return the outcome of a rank whose run call has ended, and note the states that it holds. Raises RayError."""

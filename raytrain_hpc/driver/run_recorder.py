@@ -251,8 +251,7 @@ class RunRecorder:
 
     def _sync(self) -> None:
         """Make the metrics of all steps so far durable. Raises OSError."""
-        with self._lock:
-            self._jsonl.sync()
+        self._jsonl.sync()  # without the lock: records that wait for a slow disk would make ranks look silent
         self._directory.upload()
 
     def _handle_published(self, publication: Publication) -> None:

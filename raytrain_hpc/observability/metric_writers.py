@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,8 @@ class _AppendOnlyFile:
 
     Records that cannot be written are kept in memory and written in order once writing works again, even if the file
     system was unmounted in between. `on_warning` is called once per outage. When the file is opened, an incomplete
-    record after the last `terminator`, left by a kill, is truncated.
+    record after the last `terminator`, left by a kill, is truncated. Thread-safe; a slow `sync`
+    does not delay `append`.
     """
 
     def __init__(self, path: Path, on_warning: WarningCallback, *, terminator: bytes = b""):
@@ -92,32 +94,41 @@ class _AppendOnlyFile:
         self._end_offset: int | None = None  # end of the last complete record, once known
         self._pending: list[bytes] = []
         self._is_failing = False
+        self._lock = threading.Lock()
 
     def append(self, record: bytes) -> None:
-        self._pending.append(record)
-        try:
-            self._flush()
-            self._is_failing = False
-        except OSError as error:
-            if not self._is_failing:
-                self._on_warning(f"{self._path} cannot be written: {error.strerror}; kept in memory until it can")
-            self._is_failing = True
+        with self._lock:
+            self._pending.append(record)
+            try:
+                self._flush()
+                self._is_failing = False
+            except OSError as error:
+                if not self._is_failing:
+                    self._on_warning(f"{self._path} cannot be written: {error.strerror}; kept in memory until it can")
+                self._is_failing = True
 
     def sync(self) -> None:
-        self._flush()
-        if self._descriptor is not None:
-            try:
-                os.fsync(self._descriptor)
-            except OSError:
+        with self._lock:
+            self._flush()
+            if self._descriptor is None:
+                return
+            descriptor = os.dup(self._descriptor)  # `append` can close the other one meanwhile
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            with self._lock:
                 self._close_descriptor()
-                raise
+            raise
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         try:
             self.sync()
         except OSError as error:
             self._on_warning(f"{self._path} lacks its last {len(self._pending)} records: {error.strerror}")
-        self._close_descriptor()
+        with self._lock:
+            self._close_descriptor()
 
     def _flush(self) -> None:
         if not self._pending:

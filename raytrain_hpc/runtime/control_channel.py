@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.distributed.abort import CollectiveAbort
 
 Record = dict[str, Any]
+RequestKind = Literal["stop", "pause", "distrust"]
 
 _MAX_COMMITTED = 4096  # steps; the driver fetches those of rank 0 every second
 _URGENT_TYPES = ("shard",)  # record types that complete a checkpoint
@@ -56,8 +57,13 @@ class ControlChannel:
     def __init__(self, stop_event: threading.Event | None = None, heartbeat: Heartbeat | None = None) -> None:
         """Create a channel. `heartbeat`: receives phases and committed steps, if the worker is monitored."""
         self._heartbeat = heartbeat
-        self._stop_event = stop_event or threading.Event()
-        self._pause_event, self._distrust_event = threading.Event(), threading.Event()
+        self._requests = {
+            "stop": stop_event or threading.Event(),
+            "pause": threading.Event(),
+            "distrust": threading.Event(),
+        }
+        self._generation = 0
+        self._early_requests: list[tuple[int, RequestKind]] = []  # with their generations, which have not begun yet
         self.samples = SampleStore()
         self._abort: CollectiveAbort | None = None
         self._records: list[Record] = []
@@ -65,39 +71,45 @@ class ControlChannel:
         self._journal: SharedJournal | None = None  # of the same metrics, in memory that outlives this process
         self._lock = threading.Lock()
 
-    def request_stop(self) -> None:
-        """Request a checkpoint and the end of the run after the current step."""
-        self._stop_event.set()
+    def request(self, kind: RequestKind, generation: int | None = None) -> None:
+        """Request that a generation ends after the current step; None: the current generation.
+
+        stop: with a checkpoint, and the run ends; pause: to continue in another generation; distrust: without its
+        state, since a spare disagrees with a rank. A request can overtake the call that begins its generation, or come
+        after its end: it is kept, or dropped.
+        """
+        with self._lock:
+            if generation is None or generation == self._generation:
+                self._requests[kind].set()
+            elif generation > self._generation:
+                self._early_requests.append((generation, kind))
 
     @property
     def stop_requested(self) -> bool:
         """Whether a stop was requested."""
-        return self._stop_event.is_set()
-
-    def request_pause(self) -> None:
-        """Request the end of the generation after the current step, to continue in another one."""
-        self._pause_event.set()
+        return self._requests["stop"].is_set()
 
     @property
     def pause_requested(self) -> bool:
         """Whether a pause was requested."""
-        return self._pause_event.is_set()
-
-    def request_distrust(self) -> None:
-        """Request that the generation ends without its state after the current step: a spare disagrees with a rank."""
-        self._distrust_event.set()
+        return self._requests["pause"].is_set()
 
     @property
     def distrust_requested(self) -> bool:
-        """Whether `request_distrust` was called."""
-        return self._distrust_event.is_set()
+        """Whether the state of this generation is not to be trusted."""
+        return self._requests["distrust"].is_set()
 
-    def begin_generation(self) -> None:
-        """Clear requests at the start of a generation. The driver repeats any that still apply."""
-        self._pause_event.clear()
-        self._distrust_event.clear()
+    def begin_generation(self, generation: int) -> None:
+        """Begin a generation with the requests that are for it. The driver repeats earlier ones that still apply."""
+        with self._lock:
+            self._generation = generation
+            for event in self._requests.values():
+                event.clear()
+            for requested, kind in self._early_requests:
+                if requested == generation:
+                    self._requests[kind].set()
+            self._early_requests = [early for early in self._early_requests if early[0] > generation]
         self.samples.clear()
-        self._stop_event.clear()
         self.set_phase("building")
 
     def arm_abort(self, abort: CollectiveAbort) -> None:

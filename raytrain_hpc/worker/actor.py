@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.elastic.fault_attribution import CollectiveCall
     from raytrain_hpc.elastic.spare_audit_schedule import SpareAudit
     from raytrain_hpc.runtime.audit_sample import AuditSample, Traces
-    from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
+    from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record, RequestKind
     from raytrain_hpc.runtime.worker_spec import WorkerSpec
     from raytrain_hpc.training.step_completion import TrainOutcome
 
@@ -197,7 +197,7 @@ class WorkerActor:
         from raytrain_hpc.runtime.control_channel import GenerationOutcome
 
         self._run_start_ns = time.time_ns()
-        self._control.begin_generation()
+        self._control.begin_generation(spec.generation)
         try:
             outcome = GenerationOutcome(self._train(spec, rank, rendezvous, feeder))
         except StateLostError as error:
@@ -298,11 +298,6 @@ class WorkerActor:
         self._control.samples.clear(next_step)
 
     @ray.method(concurrency_group="control")
-    def request_distrust(self) -> None:
-        """End this generation after the current step, without its state."""
-        self._control.request_distrust()
-
-    @ray.method(concurrency_group="control")
     def cancel_warmup(self, generation: int) -> None:
         """Cut a warm-up or audit of this generation short: the worker becomes a rank. Works before its start too."""
         self._cancelled_warmup = generation
@@ -313,11 +308,6 @@ class WorkerActor:
         self._control.abort()
 
     @ray.method(concurrency_group="control")
-    def request_pause(self) -> None:
-        """End this generation after the current step, keeping the state in memory."""
-        self._control.request_pause()
-
-    @ray.method(concurrency_group="control")
-    def request_stop(self) -> None:
-        """Save and stop after the current step."""
-        self._control.request_stop()
+    def request(self, kind: RequestKind, generation: int) -> None:
+        """End a generation after the current step; see `ControlChannel.request`."""
+        self._control.request(kind, generation)

@@ -98,7 +98,7 @@ class FakeWorker:
     def do_nothing(self, *arguments: Any) -> None:
         pass
 
-    warm_up = cancel_warmup = abort = request_pause = request_stop = do_nothing
+    warm_up = cancel_warmup = abort = request = do_nothing
 
 
 @dataclass

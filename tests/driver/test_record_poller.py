@@ -98,3 +98,32 @@ def test_urgent_polls_respect_the_rate_limit(clock: Clock) -> None:
     poll_until(clock, ranks, {rank: [0.5, 0.6, 0.7, 0.8] for rank in range(1000)}, 4.0)
     num_polls = sum(len(rank.poll_times) for rank in ranks[1:])
     assert num_polls <= 500 * 4
+
+
+def test_a_record_that_takes_long_to_handle_makes_no_rank_silent(clock: Clock) -> None:
+    """As when a disk is slow: replies have arrived, but the driver was busy."""
+    ranks, handled = [FakeRank(clock), FakeRank(clock)], []
+    ranks[0].records = ["step"]
+
+    def handle(record: Any) -> None:
+        handled.append(record)
+        clock.now += 12.5
+
+    poller = RecordPoller(ranks, handle)
+    for _ in range(600):
+        clock.now += 0.05
+        poller.poll({})
+        assert poller.find_silent_ranks() == []
+    assert handled == ["step"]
+    assert all(rank.poll_times[-1] > 39 for rank in ranks), "they are polled again within seconds"
+
+
+def test_a_rank_that_does_not_reply_is_silent_after_ten_seconds(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_poller.ray, "wait", lambda refs, num_returns, timeout: ([], refs))
+    poller = RecordPoller([FakeRank(clock)], lambda record: None)
+    silent_at = []
+    for _ in range(300):
+        clock.now += 0.05
+        poller.poll({})
+        silent_at += [clock.now - Clock.now] * bool(poller.find_silent_ranks())
+    assert silent_at[0] == pytest.approx(11.0, abs=0.2)

@@ -44,7 +44,7 @@ def test_stop_during_an_evaluation_compares_replicas_and_saves(tmp_path: Path, m
     build = trainer.metrics.build
 
     def stop_after_the_step(*arguments: Any) -> Any:
-        control.request_stop()  # after the all-reduce in which ranks agree on the requests of a step
+        control.request("stop")  # after the all-reduce in which ranks agree on the requests of a step
         return build(*arguments)
 
     trainer.metrics.build = stop_after_the_step  # type: ignore[method-assign]
@@ -61,7 +61,7 @@ def test_stop_during_a_pending_evaluation_saves_once(
     spec = replace(spec, pending_eval_metrics={"step": 0}, has_pending_checkpoint=checkpoint_pending)
     trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
     record_calls(monkeypatch, trainer, calls)
-    control.request_stop()
+    control.request("stop")
     assert trainer.run(0, 3) == "stopped"
     assert calls == ["save"]
 
