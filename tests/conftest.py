@@ -46,6 +46,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "driver/test_trial_slots",
     "driver/test_ray_data",
     "driver/test_lost_processes",
+    "driver/test_busy_ranks",
     "driver/test_ray_faults",
     "driver/test_ray_interruption",
     "driver/test_spare_audits",

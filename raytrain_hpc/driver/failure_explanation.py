@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from raytrain_hpc.driver.corruption_attribution import REPLICAS_DIFFER
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
 from raytrain_hpc.driver.spare_audits import SpareAudits
+from raytrain_hpc.driver.stall_attribution import attribute_stall
 from raytrain_hpc.driver.worker_group import Worker
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault
+from raytrain_hpc.elastic.watchdog import Suspect
 from raytrain_hpc.errors import WorkerFailedError
 
 Failures = dict[int, WorkerFailedError]  # by rank
@@ -23,6 +26,23 @@ def explain_deaths(failures: Failures, health: HealthMonitor, build: BuildFailur
     for rank in dead_ranks & reports.keys():
         failures[rank] = build(rank, reports[rank].kind, reports[rank].reason)
         failures[rank].stacks = reports[rank].stacks
+
+
+def explain_stall(
+    suspects: Sequence[Suspect], workers: Sequence[Worker], health: HealthMonitor, build: BuildFailure
+) -> list[WorkerFailedError]:
+    """Return failures of the ranks that hold up the other ranks, or none if that cannot be decided yet."""
+    detected, by_rank = time.time(), {suspect.rank: suspect for suspect in suspects}
+    found = attribute_stall(suspects, workers, health.local_node)
+    if found is None:
+        return []
+    stacks, failures = health.collect_stacks(), []
+    for rank, kind in sorted(found.kinds.items()):
+        silent_s = by_rank[rank].silent_s if rank in by_rank else 0.0
+        failure = build(rank, kind, found.reason or f"no sign of life for {silent_s:.1f} s")
+        failure.last_seen, failure.operation, failure.stacks = detected - silent_s, found.operation, stacks
+        failures.append(failure)
+    return failures
 
 
 def attribute_out_of_step(

@@ -21,8 +21,10 @@ from raytrain_hpc.elastic.death_report import DeathReport
 from raytrain_hpc.elastic.watchdog import (
     Suspect,
     WorkerHealth,
+    compute_timeouts,
     exclude_waiting,
     find_lost_nodes,
+    is_busy,
     is_waiting_for_data,
 )
 from raytrain_hpc.runtime.control_channel import Record
@@ -233,6 +235,12 @@ class HealthMonitor:
             _MIN_SETTLE_S,
             _SETTLE_STEPS * max((health.step_s or 0.0 for health in self.collect_health().values()), default=0.0),
         )
+
+    def find_busy_ranks(self) -> set[int]:
+        """Return the ranks that can end an aborted generation later only, by the last readings of all agents."""
+        health = self.collect_health()
+        timeouts = compute_timeouts(self._config, [of_rank.step_s or 0.0 for of_rank in health.values()])
+        return {rank for rank, of_rank in health.items() if is_busy(of_rank, timeouts)}
 
     def collect_stacks(self) -> dict[int, str]:
         """Return the thread stacks of every rank whose agent replies within a second."""

@@ -18,14 +18,19 @@ from raytrain_hpc.driver.capacity_view import CapacityView
 from raytrain_hpc.driver.coordinator_client import CoordinatorClient
 from raytrain_hpc.driver.corruption_attribution import attribute_corruption
 from raytrain_hpc.driver.data_feeder import DataFeeder
-from raytrain_hpc.driver.failure_explanation import attribute_disagreement, attribute_out_of_step, explain_deaths
+from raytrain_hpc.driver.exit_deadline import ExitDeadline
+from raytrain_hpc.driver.failure_explanation import (
+    attribute_disagreement,
+    attribute_out_of_step,
+    explain_deaths,
+    explain_stall,
+)
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
 from raytrain_hpc.driver.record_poller import RecordPoller
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.root_cause import AVOIDED_KINDS, CONSEQUENCE, NODE_KINDS, cascade_order
 from raytrain_hpc.driver.spare_audits import SpareAudits
-from raytrain_hpc.driver.stall_attribution import attribute_stall
 from raytrain_hpc.driver.state_locations import StateLocations
 from raytrain_hpc.driver.straggler_detector import StragglerDetector
 from raytrain_hpc.driver.throttle import Throttle
@@ -38,7 +43,6 @@ from raytrain_hpc.elastic.failure_budget import PREEMPTED
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, describe_pending_call
 from raytrain_hpc.elastic.recovery import Candidate
 from raytrain_hpc.elastic.state_partition import StatePart
-from raytrain_hpc.elastic.watchdog import Suspect
 from raytrain_hpc.errors import CheckpointCorruptedError, RaytrainError, WorkerFailedError
 from raytrain_hpc.runtime.control_channel import GenerationOutcome, Record
 from raytrain_hpc.runtime.worker_spec import WorkerSpec
@@ -287,7 +291,7 @@ class RayWorkerGroup:
         if lost_ranks := self._find_ranks_on_lost_nodes(rank_failed=bool(suspects)):
             return list(lost_ranks.values())
         if suspects:
-            return self._attribute_stall(suspects)
+            return explain_stall(suspects, self._workers, self._health, self._build_failure)
         return [self._build_failure(rank, "silent", "does not reply") for rank in self._poller.find_silent_ranks()]
 
     def _handle_stragglers(self, on_record: Callable[[Record], None]) -> list[WorkerFailedError]:
@@ -317,20 +321,6 @@ class RayWorkerGroup:
             if worker.info["node_id"] in nodes
         }
 
-    def _attribute_stall(self, suspects: Sequence[Suspect]) -> list[WorkerFailedError]:
-        """Return failures of the ranks that hold up the other ranks, or none if that cannot be decided yet."""
-        detected, by_rank = time.time(), {suspect.rank: suspect for suspect in suspects}
-        found = attribute_stall(suspects, self._workers, self._health.local_node)
-        if found is None:
-            return []
-        stacks, failures = self._health.collect_stacks(), []
-        for rank, kind in sorted(found.kinds.items()):
-            silent_s = by_rank[rank].silent_s if rank in by_rank else 0.0
-            failure = self._build_failure(rank, kind, found.reason or f"no sign of life for {silent_s:.1f} s")
-            failure.last_seen, failure.operation, failure.stacks = detected - silent_s, found.operation, stacks
-            failures.append(failure)
-        return failures
-
     def _abort_generation(self, detected: float, known_failures: Sequence[WorkerFailedError]) -> RaytrainError:
         """End all ranks after a failure, replace the failed workers, and return the root cause for the caller to raise.
 
@@ -346,6 +336,7 @@ class RayWorkerGroup:
             if not isinstance(error, WorkerFailedError):  # the run may continue: replace the workers that cannot
                 for stuck in (rank for rank, exit in exits.items() if getattr(exit, "kind", "raised") != "raised"):
                     self._pool.replace_worker(self._workers[stuck])
+                self._poller.fetch_remaining(_REPLY_TIMEOUT_S)  # ranks report their last step before they end so
                 return error
             failures.setdefault(rank, error)
         explain_deaths(failures, self._health, self._build_failure)
@@ -370,10 +361,10 @@ class RayWorkerGroup:
 
     def _collect_exits(self) -> dict[int, RaytrainError]:
         """Wait until all ranks have ended, except those on lost nodes, and return the errors of those that failed."""
-        settle_s, pending = self._health.compute_settle_timeout_s(), list(self._rank_of_run)
+        deadline, pending = ExitDeadline(self._health), list(self._rank_of_run)
         failures: dict[int, RaytrainError] = {}
         start, aborted = time.monotonic(), False
-        while pending and time.monotonic() < start + settle_s:
+        while pending and not deadline.has_passed([self._rank_of_run[ref] for ref in pending]):
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_INTERVAL_S)
             if pending and not aborted and time.monotonic() > start + _ABORT_DELAY_S:
                 aborted = True
@@ -384,7 +375,7 @@ class RayWorkerGroup:
             lost = self._find_ranks_on_lost_nodes(rank_failed=True) if pending else {}
             failures |= {rank: lost[rank] for rank in (self._rank_of_run[ref] for ref in pending) if rank in lost}
             pending = [ref for ref in pending if self._rank_of_run[ref] not in lost]
-        silent, reason = (self._rank_of_run[ref] for ref in pending), f"did not end within {settle_s:g} s"
+        silent, reason = (self._rank_of_run[ref] for ref in pending), f"did not end within {deadline.settle_s:g} s"
         return failures | {rank: self._build_failure(rank, "silent", reason) for rank in silent}
 
     def _build_failure(self, rank: int, kind: str, reason: str) -> WorkerFailedError:

@@ -24,6 +24,7 @@ _MIN_SAMPLES, _MIN_SAMPLED_STEPS = 40, 5  # needed to compare the speed of ranks
 # Without an answer from a node; the second applies if some of its or other ranks have failed too.
 _NODE_TIMEOUT_S, _NODE_TIMEOUT_AFTER_RANK_LOSS_S = 10.0, 0.6
 _SLOW_PHASE_TIMEOUT_S = 300.0  # building, loading and saving may wait for a file system or a compiler
+_BUSY_PHASES = ("loading", "training", "evaluating", "saving")  # in which storage and code of the user take their time
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,16 @@ def find_suspects(workers: Sequence[WorkerHealth], timeouts: Timeouts) -> list[S
             suspects.append(Suspect(worker.rank, "stalled", worker.progress_age_s, timeout_s))
     certain = [suspect for suspect in suspects if suspect.kind != "stalled"]
     return certain or suspects
+
+
+def is_busy(worker: WorkerHealth, timeouts: Timeouts) -> bool:
+    """Return whether a worker may be in a callback, or wait for storage, which an abort does not interrupt.
+
+    Call for workers that have not ended an aborted generation in time. Each phase has its usual timeout.
+    """
+    timeout_s = timeouts.stall_s if worker.phase == "training" else timeouts.slow_phase_s
+    is_due = worker.phase in _BUSY_PHASES and worker.progress_age_s <= timeout_s
+    return worker.is_alive and not worker.is_frozen and is_due
 
 
 def is_waiting_for_data(suspects: Sequence[Suspect], workers: Collection[WorkerHealth]) -> bool:

@@ -227,7 +227,9 @@ class WorkerActor:
             destroy_process_groups()  # at once, to release the ranks that wait for this one
             self._control.set_phase("idle")
             self._control.samples.clear()
+        self._control.set_phase("saving")  # gigabytes of state may be copied
         self._snapshots.copy_live()  # even if done: another rank may fail while it saves
+        self._control.set_phase("idle")
         snapshots = self._snapshots
         return replace(
             outcome,
