@@ -47,6 +47,7 @@ SERIAL_TESTS = {  # files with tests that start Ray or measure time
     "driver/test_ray_data",
     "driver/test_lost_processes",
     "driver/test_busy_ranks",
+    "driver/test_corruption_recovery",
     "driver/test_ray_faults",
     "driver/test_ray_interruption",
     "driver/test_spare_audits",

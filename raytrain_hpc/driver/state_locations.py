@@ -31,6 +31,7 @@ class StateLocations:
         self._health = health
         self._partitions: dict[int, list[int]] = {}  # generation -> part of the state of each rank
         self._past_ranks: dict[tuple[int, int], int] = {}  # (generation, worker id) -> rank
+        self._verified_steps: dict[int, int | None] = {}  # worker id -> the verified step that it holds
         # By node id, from a failure until the next generation begins.
         self._held: dict[str, dict[StatePart, SnapshotHandles]] = {}
         self._last_distrusted = 0  # what nodes hold of this generation and earlier ones is not restored
@@ -42,6 +43,7 @@ class StateLocations:
 
     def list_states(self, worker: Worker, outcome: GenerationOutcome) -> Iterator[StatePart]:
         """Yield the states in a worker's memory, its own and replicas. They can be those of an earlier generation."""
+        self._verified_steps[worker.worker_id] = outcome.verified_step
         generation = outcome.snapshot_generation
         past_rank = self._past_ranks.get((generation, worker.worker_id))
         if past_rank is not None:
@@ -53,10 +55,15 @@ class StateLocations:
 
         They are not asked if the survivors have all of the newest step that any of them has. If replicas differ, what
         nodes hold can be what differs: neither this call nor a later one uses it; nor if a spare disagrees with a rank.
+        Of what survivors hold, only verified state is left then: one that ended for another reason has not discarded
+        the rest itself.
         """
         self._held = {}
         if any(failure.kind in _CORRUPTION_KINDS or failure.trusted_step is not None for failure in failures):
             self._last_distrusted = max(self._partitions, default=0)
+            for worker in survivors:
+                verified_step = self._verified_steps.get(worker.worker_id)
+                worker.states = tuple(part for part in worker.states if part.step == verified_step)
         states = [worker.states for worker in survivors]
         newest = max((part.step for parts in states for part in parts), default=None)
         if newest is not None and find_newest_complete_step(states) == newest:

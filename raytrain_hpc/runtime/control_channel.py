@@ -37,13 +37,15 @@ class GenerationOutcome:
     computed twice; `divergent_ranks` disagree with the majority, if there is one; `divergence`: their kind of failure;
     `suspects`: ranks that disagree with each other.
 
-    `steps`: steps of which this rank's state is in memory; `replica_steps`: the same for replicas of other ranks.
+    `steps`: steps of which this rank's state is in memory; `replica_steps`: the same for replicas of other ranks;
+    `verified_step`: the one of them whose state was verified.
     """
 
     outcome: Literal["done", "stopped", "paused", "broken", "lost", "damaged", "differs"]
     reason: str = ""
     steps: tuple[int, ...] = ()
     replica_steps: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    verified_step: int | None = None
     snapshot_generation: int = 0  # the generation that took these snapshots; replicas are keyed by its ranks
     divergent_ranks: tuple[int, ...] = ()
     divergence: str = ""

@@ -149,6 +149,11 @@ class SnapshotStore:
         return tuple(sorted({*self._own_snapshots.steps, *verified_steps}))
 
     @property
+    def verified_step(self) -> int | None:
+        """The step that is kept as verified, None if there is none."""
+        return self._kept_step if self._verified.step is None else self._verified.step
+
+    @property
     def replica_steps(self) -> dict[int, tuple[int, ...]]:
         """The steps with a complete replica, by rank in the generation that took them."""
         return {rank: snapshots.steps for rank, snapshots in (*self._replicas.items(), *self._attached.items())}

@@ -235,6 +235,7 @@ class WorkerActor:
             outcome,
             steps=snapshots.steps,
             replica_steps=snapshots.replica_steps,
+            verified_step=snapshots.verified_step,
             snapshot_generation=snapshots.generation,
         )
 
