@@ -81,6 +81,7 @@ class SpareAudits:
         self._has_agreed, self._off_reason, self._longest_s = False, "", 0.0
         self._num_equal = 0  # microbatches of this generation with the same bits
         self._accused: set[int] = set()  # ids of the spares that were wrong in a dispute
+        self._unsettled: set[int] = set()  # ids of the spares of disputes in which nobody could tell who was wrong
 
     @property
     def disputed_step(self) -> int | None:
@@ -94,6 +95,7 @@ class SpareAudits:
         unit = get_unit_layout(spec.config, spec.layout)
         self._num_spares, self._has_other_ranks = unit.world_size, spec.layout.dp_size > unit.dp_size
         self._next_step, self._is_new = max(spec.start_step, self.disputed_step or 0), False
+        self._held = None  # its ranks can be others now
 
     def end_generation(self) -> None:
         """Cut the audit in progress short, since its spares may become ranks, and report how many have been made."""
@@ -117,10 +119,12 @@ class SpareAudits:
 
         Call while a generation runs. `idle`: warm workers that are no members. `committed_step`: by all ranks.
         """
-        if self._is_new or not self._interval:
+        if self._is_new:
             return EndedSpares()
         if self._running is not None:
             return self._finish_calls(self._running, idle)
+        if not self._interval:
+            return EndedSpares()
         if self._requests:
             self._receive_samples(members, idle, committed_step)
         elif len(idle) >= self._num_spares and self._is_sampled(committed_step):
@@ -260,9 +264,10 @@ class SpareAudits:
             result: Traces | None = ray.get(call)
         except RayError as error:
             if call not in running.failed:
-                running.failed.append(call)
                 _log.warning("an audit by a spare failed: %s", extract_last_line(error))
-                self._count_failed()
+                if not running.failed:  # others of the audit fail with it
+                    self._count_failed()
+                running.failed.append(call)
             if isinstance(error, RayActorError):
                 spare.warmup.program = None  # its next warm-up finds that it is dead
             return None
@@ -353,8 +358,10 @@ class SpareAudits:
             findings = find_differences(audit, running.of_ranks, old.of_spares, "spares")
             self._accused |= {dispute.spares[finding.rank].worker_id for finding in findings}
             self._report(dispute.spares, running, findings, "silent corruption", "as ranks tell that computed it again")
-        elif self._has_other_ranks:  # its step was not sampled again, and ranks have found nothing
-            self._accused |= {spare.worker_id for spare in dispute.spares}
+        elif self._has_other_ranks:  # its step was not sampled again, or in another layout; ranks have found nothing
+            spares = {spare.worker_id for spare in dispute.spares}
+            self._accused |= spares & self._unsettled
+            self._unsettled |= spares
         self._close_dispute()
 
     def _close_dispute(self) -> None:

@@ -118,6 +118,17 @@ def choose_spare_interval(config: Config) -> int:
     return ceil(_RELATIVE_COST / MAX_AUTO_COST) if setting == AUTO else int(setting)
 
 
+def list_more_audits(start_step: int, disputed_step: int | None) -> frozenset[int]:
+    """Return after how many committed steps ranks audit a step because of a dispute, from `start_step` on.
+
+    The first step, or the second one if the first is disputed: a step that ranks audit is not sampled, and the sample
+    tells who was wrong.
+    """
+    if disputed_step is None:
+        return frozenset()
+    return frozenset([start_step + 1 if start_step == disputed_step else start_step])
+
+
 def build_spare_schedule(config: Config, layout: Layout, by_ranks: AuditSchedule) -> SpareAuditSchedule:
     """Return the audits by spares. `by_ranks`: those by ranks."""
     schedule = replace(by_ranks, interval=choose_spare_interval(config), more_steps=frozenset())

@@ -20,7 +20,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
 from raytrain_hpc.elastic.audit_verdict import Entry, Finding, find_first_difference
 from raytrain_hpc.elastic.shard_holders import ParameterKind, ShardHolders
-from raytrain_hpc.elastic.spare_audit_schedule import build_spare_schedule
+from raytrain_hpc.elastic.spare_audit_schedule import build_spare_schedule, list_more_audits
 from raytrain_hpc.errors import CallbackError, ConfigError
 from raytrain_hpc.optim.grad_norm import ExactGradientNorm, Region
 from raytrain_hpc.optim.muon import Muon
@@ -64,7 +64,7 @@ def build_audits(
     interval = choose_interval(spec.config.fault.audit_interval, microbatches)
     if not interval or not isinstance(norm, ExactGradientNorm):
         return None
-    more_steps = frozenset([] if spec.disputed_step is None else [spec.start_step])
+    more_steps = list_more_audits(spec.start_step, spec.disputed_step)
     ranks_per_unit = count_ranks_per_unit(spec.layout)
     schedule = AuditSchedule(interval, spec.config.run.seed, microbatches, ranks_per_unit, more_steps)
     report, optimizer = partial(_report, emit), model_update.optimizer

@@ -381,14 +381,63 @@ def test_a_dispute_ends_when_ranks_find_the_faulty_one() -> None:
     assert run.audits.explain_end(["faulty device", REPLICAS_DIFFER]) is None and run.audits.disputed_step is None
 
 
-def test_a_spare_is_accused_if_its_step_is_not_sampled_again_and_ranks_find_nothing() -> None:
+def test_a_spare_is_accused_if_ranks_find_nothing_in_two_disputes_that_are_not_sampled_again() -> None:
+    """In a single one, the rank can have been wrong once."""
     run = Run()
     dispute(run)
     run.set_samples(RIGHT, step=14)
     run.audit(RIGHT, step=15)
     assert run.audits.disputed_step is None and run.get_incidents() == []
     run.set_samples(RIGHT, step=19)
-    assert run.audit(WRONG, WRONG, step=20) == [run.spare]
+    assert run.audit(WRONG, WRONG, step=20) == [] and run.audits.disputed_step == 19
+    run.audits.end_generation()
+    run.begin(3)
+    run.set_samples(RIGHT, step=24)
+    run.audit(RIGHT, step=25)
+    run.set_samples(RIGHT, step=29)
+    assert run.audit(WRONG, WRONG, step=30) == [run.spare]
+
+
+def make_group(*answers: Any) -> tuple[Run, list[Any]]:
+    """Return a run of which three spares audit three tensor-parallel ranks together, and the spares."""
+    run, layout = Run(num_ranks=3), Layout(tp=3)
+    run.audits = SpareAudits(SimpleNamespace(create_rendezvous=str, abort_generation=str))  # type: ignore[arg-type]
+    run._spec = replace(run._spec, layout=layout)
+    run.begin(1)
+    audit, traces = SpareAudit(4, layout, (0, 1, 2), (3,), (0, 1, 2)), tuple(map(tuple, RIGHT))
+    run.samples = [AuditSample(audit, 1, rank, traces, index={}) for rank in range(3)]
+    return run, [Spare(10 + number, [answer]) for number, answer in enumerate(answers)]
+
+
+def test_an_audit_that_fails_on_several_spares_counts_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One that dies makes the others fail."""
+    run, spares = make_group(RayError(), RayError(), RayError())
+    for _ in range(5):
+        run.audits.update([run.make_member(rank) for rank in range(3)], spares, 5)
+    assert caplog.text.count("an audit by a spare failed") == 3 and "audit no more" not in caplog.text
+
+
+def test_calls_that_are_pending_when_spares_stop_to_audit_are_still_watched(clock: Clock) -> None:
+    run, spares = make_group(RayError(), RIGHT, RIGHT)
+    run.audits._num_failed = 2
+    spares[2].answers = []  # it waits for the one that has failed
+    members, silent = [run.make_member(rank) for rank in range(3)], list[Any]()
+    for _ in range(10):
+        silent += run.audits.update(members, spares, 5).silent
+        clock.now += 10
+    assert silent == [spares[2]]
+
+
+def test_a_difference_before_any_agreement_is_forgotten_with_its_generation() -> None:
+    """The ranks of the next one have other numbers."""
+    run = Run(num_ranks=4)
+    run.rank = 3
+    run.set_samples(RIGHT, rank=3)
+    assert run.audit(WRONG, WRONG) == []
+    run.begin(2)
+    run.set_samples(RIGHT, step=9)
+    run.audit(RIGHT, step=10)
+    assert not run.audits.is_disputed and run.audits.explain_end([]) is None
 
 
 def test_without_another_rank_the_one_that_a_spare_disagrees_with_again_is_replaced() -> None:

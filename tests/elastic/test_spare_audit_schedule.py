@@ -8,7 +8,12 @@ import pytest
 
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, count_ranks_per_unit
 from raytrain_hpc.elastic.shard_holders import ShardHolders
-from raytrain_hpc.elastic.spare_audit_schedule import SpareAuditSchedule, choose_spare_interval, get_unit_layout
+from raytrain_hpc.elastic.spare_audit_schedule import (
+    SpareAuditSchedule,
+    choose_spare_interval,
+    get_unit_layout,
+    list_more_audits,
+)
 from raytrain_hpc.planner.layout import Layout
 from tests.warm_pool import make_small_config
 
@@ -98,3 +103,18 @@ def test_interval_needs_audits_and_spares() -> None:
     both = ("fault.audit_interval=auto", "cluster.spares=1")
     assert choose(*both, "fault.spare_audit_interval=7") == 7 and choose(*both, "fault.spare_audit_interval=0") == 0
     assert choose(*both) > 1 and choose("fault.audit_interval=1", "cluster.spares=1") == 0
+
+
+@pytest.mark.parametrize(("start", "disputed"), [(8, 8), (8, 11), (0, 0)])
+def test_after_a_dispute_ranks_audit_a_step_at_once_and_sample_the_disputed_one(start: int, disputed: int) -> None:
+    """Also if the sample was delayed by an audit of ranks, after whose step the run starts again."""
+    more = list_more_audits(start, disputed)
+    by_ranks = AuditSchedule(8, 1, (range(1), range(1, 2)), more_steps=more)
+    delayed = disputed % 8 == 0
+    spare_schedule = replace(by_ranks, interval=8 if delayed else 3, more_steps=frozenset())
+    schedule = SpareAuditSchedule(spare_schedule, by_ranks, Layout(dp_replicate=2), Layout())
+    if disputed == 0:
+        schedule = replace(schedule, schedule=replace(spare_schedule, interval=1))
+    assert schedule.is_due(disputed) and not by_ranks.is_due(disputed)
+    assert any(by_ranks.is_due(step) for step in (start, start + 1))
+    assert list_more_audits(start, None) == frozenset()
