@@ -230,11 +230,15 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"after_the_passes_is_named_and_undone\[(?!ddp-5-sum-0|zero2-3-message-31|zero3-4, recompute-update-11|"
         r"hsdp-2x2-reduced-0|ep2 x zero3-2-sum-11)",
         r"gradients_that_differ_are_found\[(ddp-5|tp2 x ddp-2-False)",
-        r"changes_in_memory_is_found\[(?!zero3-4, recompute-bitflip_moment-0|hsdp-2x2-bitflip-31|"
-        r"ep2 x zero3-2-bitflip_weight-11)",
         r"after_the_passes_is_named\[(zero2-3-sum|ddp-5)",
         r"orthogonalized_wrong_is_named\[(zero3-4|tp2|pp2|ep2)",
         r"other_features\[optimizer.name=(muon|torch|sgd)",
+    ),
+    "training/test_state_audits": (
+        r"changes_in_memory_is_found\[(?!zero3-4, recompute-bitflip_moment-0|hsdp-2x2-bitflip-31|"
+        r"ep2 x zero3-2-bitflip_weight-11)",
+        r"before_the_first_step_is_found\[(weight-ddp|moment-zero3)",
+        r"during_a_step_is_found\[(zero2-3-flip before|ddp-2-flip after)",
     ),
     "training/test_step_guard": (
         r"keeps_the_loss_curve\[zero3-3\]",

@@ -36,6 +36,7 @@ from raytrain_hpc.storage.location import parse_location
 from raytrain_hpc.torch_device import set_device
 from raytrain_hpc.torch_private import load_dynamo, load_symbolic_shapes
 from raytrain_hpc.training.attention_kernel import configure_attention, log_attention_kernel
+from raytrain_hpc.training.audit_callbacks import StateHashes, UpdatedState
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
@@ -63,7 +64,7 @@ from raytrain_hpc.training.state_builder import (
     measure_state_memory,
 )
 from raytrain_hpc.training.state_loader import CheckpointRollback, get_source_state, restore_state
-from raytrain_hpc.training.step_audits import StateHashes, StepAudits, UpdatedState, build_audits
+from raytrain_hpc.training.step_audits import StepAudits, build_audits
 from raytrain_hpc.training.step_callbacks import AuditedState, EvaluationSchedule, RankStatistics
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard

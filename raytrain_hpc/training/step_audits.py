@@ -10,11 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
-from raytrain_hpc.callbacks.callback import Callback
 from raytrain_hpc.distributed.handshake import PeerInfo
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.elastic.audit_schedule import AuditSchedule, choose_interval, count_ranks_per_unit
@@ -195,11 +193,9 @@ class StepAudits:
     def have_gradients_changed(self, step: int) -> bool:
         """Return whether reduced gradients of an audited step have changed in memory, or differ between their copies.
 
-        Call before they are read. The passes must then run again. Collective over all ranks. Raises on all of them
-        AuditMismatchError if that happens for the second time, and StateChangedError if the state of one has changed
-        during the passes.
+        Call before they are read. The passes must then run again. Collective over all ranks. Raises AuditMismatchError
+        on all of them if that happens for the second time.
         """
-        self._raise_if_changed(step, self.memory.find_changed_state(after_passes=True))
         if self._have_changed(step, self.memory.find_changed_gradient(), "reduced gradients"):
             return True
         return self._do_copies_differ(step)
@@ -264,9 +260,11 @@ class StepAudits:
     def verify_update(self, step: int, lr: float) -> None:
         """Verify what the optimizer will do with the current gradients. Collective over all ranks.
 
-        Raises AuditMismatchError on all ranks if a fault is persistent, and GenerationAbortedError if collectives were
-        aborted meanwhile.
+        Raises on all ranks AuditMismatchError if a fault is persistent, and StateChangedError if the state of one has
+        changed since the passes began; and GenerationAbortedError if collectives were aborted meanwhile.
         """
+        # As late as possible: under ZeRO, another rank gets what has changed, and agrees.
+        self._raise_if_changed(step, self.memory.find_changed_state(after_passes=True))
         self._updated = [] if self.matrices is None else self._verify_matrices(step, self.matrices, lr)
         update = self.update
         self._updated.append(self._audit(step, "the update", lambda draw, _: update.compute_update(draw, lr)))
@@ -330,38 +328,6 @@ class StepAudits:
             self.report(step, finding, began)
             self._step_with_changed_gradients = step
         return bool(findings)
-
-
-class UpdatedState(Callback):
-    """Comparison of the state after the update of an audited step with what was verified."""
-
-    priority = 99  # before callbacks of the user, which may change the state
-
-    def __init__(self, audits: StepAudits):
-        self._audits = audits
-
-    def post_step(self, metrics: dict[str, Any]) -> None:
-        """Compare the state of this rank. Nothing is communicated: if a rank is lost now, others have the state."""
-        self._audits.compare_updated_state()
-
-    def post_commit(self, metrics: dict[str, Any]) -> None:
-        """Raise StateChangedError on all ranks if the state of one differs after an audited step."""
-        if self._audits.is_due(self.context.step - 1):
-            self._audits.check_updated_state(self.context.step - 1)
-
-
-class StateHashes(Callback):
-    """Hashes of the state after a step, before one that is audited."""
-
-    priority = -200  # after all callbacks that change the state
-
-    def __init__(self, audits: StepAudits):
-        self._audits = audits
-
-    def post_step(self, metrics: dict[str, Any]) -> None:
-        """Hash the state if the next step is audited."""
-        if self._audits.is_due(self.context.step):
-            self._audits.memory.record_state()
 
 
 def _find_difference(verified: Sequence[Mapping[ParameterKind, ShardTraces]], live: Trace) -> str | None:
