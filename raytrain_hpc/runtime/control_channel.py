@@ -71,7 +71,7 @@ class ControlChannel:
         self._records: list[Record] = []
         self._committed_metrics: deque[Record] = deque(maxlen=_MAX_COMMITTED)
         self._journal: SharedJournal | None = None  # of the same metrics, in memory that outlives this process
-        self._lock = threading.Lock()
+        self._lock, self._abort_lock = threading.Lock(), threading.Lock()
 
     def request(self, kind: RequestKind, generation: int | None = None) -> None:
         """Request that a generation ends after the current step; None: the current generation.
@@ -111,12 +111,19 @@ class ControlChannel:
                 if requested == generation:
                     self._requests[kind].set()
             self._early_requests = [early for early in self._early_requests if early[0] > generation]
+        self._abort = None
         self.samples.clear()
         self.set_phase("building")
 
     def arm_abort(self, abort: CollectiveAbort) -> None:
-        """Let `abort` end the collectives of this generation, until `disarm_abort`."""
-        self._abort = abort
+        """Let `abort` end the collectives of this generation, until `disarm_abort`. It may replace one that ends fewer.
+
+        Aborts at once if that one has been called.
+        """
+        with self._abort_lock:
+            previous, self._abort = self._abort, abort
+            if previous is not None and previous.is_aborted:
+                abort()
 
     def disarm_abort(self) -> None:
         """Disable `abort`. Call when the generation no longer has collectives."""
@@ -125,8 +132,9 @@ class ControlChannel:
 
     def abort(self) -> None:
         """Abort collectives: a loop that waits in one continues with an error. Call when the generation is aborted."""
-        if self._abort is not None:
-            self._abort()
+        with self._abort_lock:
+            if self._abort is not None:
+                self._abort()
 
     def count_link_timeouts(self) -> dict[int, int]:
         """Return for each peer how often in a row it has acknowledged nothing in time: see `count_timeouts`."""

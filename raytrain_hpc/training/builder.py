@@ -93,6 +93,7 @@ def build_trainer(
     durations = PhaseDurations()
     configure_torch(spec.config, device)
     context = _init_groups(spec, rank, device, rendezvous)
+    control.arm_abort(CollectiveAbort({}))  # those of devices; sockets of others are not known yet
     durations.end("communicator")
     if spec.custom is None:
         log_attention_kernel(spec.model_spec, spec.config.train, device)

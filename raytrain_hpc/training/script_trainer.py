@@ -77,6 +77,7 @@ class ScriptTrainer:
         self.context: ParallelContext = init_process_groups(
             rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
         )
+        control.arm_abort(CollectiveAbort({}))  # those of devices; sockets of others are not known yet
         self._callbacks = build_callback_list(spec, self.context, control)
         self._callbacks.keeps_generators = True  # the script draws from the same ones
         self._is_elastic = spec.config.train.deterministic == "elastic"
