@@ -81,7 +81,7 @@ class SpareAudits:
         self._has_agreed, self._off_reason, self._longest_s = False, "", 0.0
         self._num_equal = 0  # microbatches of this generation with the same bits
         self._accused: set[int] = set()  # ids of the spares that were wrong in a dispute
-        self._unsettled: set[int] = set()  # ids of the spares of disputes in which nobody could tell who was wrong
+        self._unsettled: set[int] = set()  # ids of the spares of disputes that ended without a verdict
 
     @property
     def disputed_step(self) -> int | None:
