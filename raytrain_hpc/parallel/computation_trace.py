@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from raytrain_hpc.parallel.reduction_order import PartitionedSum
+from raytrain_hpc.parallel.sum_check import SumCheck
 from raytrain_hpc.state.tensor_hash import compute_hash
 
 EntryKind = Literal["sent", "received", "contributed"]
@@ -136,6 +138,7 @@ class ComputationTracer:
         self._own_source = 0
         self._current_slot: int | None = None
         self._counters = CounterTrace({})
+        self._sum_checks: list[SumCheck] = []  # of the passes that were traced last
 
     @contextmanager
     def trace(
@@ -157,7 +160,7 @@ class ComputationTracer:
         traces, self.audited_sums = [Trace() for _ in range(len(slots) + 1)], sums or {}
         self._trace, *self._expert_traces = traces
         self._slots, self._own_source, self.drops_contributions = slots, own_source, drop
-        self._counters = CounterTrace(counters or {})
+        self._counters, self._sum_checks = CounterTrace(counters or {}), []
         try:
             yield traces
             self._counters.add_to(traces[0])
@@ -177,6 +180,15 @@ class ComputationTracer:
         """Take note that what follows belongs to no microbatch: gradients of several are summed."""
         self._counters.leave()
         self._current_slot = None
+
+    def make_sum_check(self, label: str) -> SumCheck:
+        """Return a check of a sum of gradients of the traced passes. `label`: names what is summed."""
+        self._sum_checks.append(SumCheck(label))
+        return self._sum_checks[-1]
+
+    def find_wrong_sum(self) -> str | None:
+        """Return the label of the first checked sum of the last traced passes that is wrong; None if all are right."""
+        return next((check.label for check in self._sum_checks if check.is_wrong()), None)
 
     def is_traced(self, slot: int, source: int | None = None) -> bool:
         """Return whether a microbatch of this rank is traced, or what its experts compute for one of a source."""
@@ -232,6 +244,11 @@ class ContributionTrace:
             return None
         label = f"sum of {self.label}"
         return SumTraces(SumTrace(sums.own, label), SumTrace(sums.other, label), sums.shard_shift, sums.copy_shift)
+
+    def check_additions(self, total: PartitionedSum) -> None:
+        """Check the additions of this rank's gradients, if their sum is audited. Call before each one."""
+        if self.sum_traces is not None and not total.is_checked:
+            total.set_check(self.tracer.make_sum_check(f"partial sum of {self.label}"))
 
     def add(self, source: int, gradients: Iterable[Tensor | None], slot: int) -> None:
         """Add the gradient of each parameter for a microbatch of a source; None: it has none.

@@ -83,6 +83,7 @@ class PairwiseBucket:
         """Start the second exchange of the all-reduce."""
         if self._all_reduce is None:
             raise RuntimeError("the all-reduce has not been started")
+        self._tree.verify_nodes()
         self._all_reduce.advance()
 
     def finish(self) -> None:
@@ -129,6 +130,7 @@ class PairwiseBucket:
                 flat = self._flatten(of_source)
                 self._trace.add(source, self._view_gradients(flat, of_source), slot)
                 self._has_grad.update(p for p, g in zip(self.parameters, of_source, strict=True) if g is not None)
+                self._trace.check_additions(self._tree)
                 self._free += self._tree.add(flat, (part, (0, microbatch)))
 
     def _flatten(self, gradients: Sequence[Tensor | None]) -> Tensor:
@@ -217,6 +219,7 @@ class DeterministicReduceScatter:
             if self._trace.drops_contributions:
                 continue
             if self._once_per_step:
+                self._trace.check_additions(self._whole_tree)
                 self._add(self._whole_tree, self._order.local_slots, source, flat)
                 continue
             for shard in self._list_shards():
@@ -230,6 +233,7 @@ class DeterministicReduceScatter:
             nodes = [self._whole_tree.open_nodes[node] for node in self._order.shards.local_nodes]
             for shard in self._list_shards():
                 NodeExchange(nodes, self._order.shards, group, shard.shift).add_received(shard.tree, shard.trace)
+            self._whole_tree.verify_nodes()
         output_tensor.zero_()
 
     def _list_shards(self) -> list[_ShardSum]:

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from raytrain_hpc.parallel.sum_check import SumCheck
+
 Node = tuple[int, int]  # (level, index on the level); leaves are level 0
 
 
@@ -21,6 +23,7 @@ class PairwiseSum:
     def __init__(self, num_leaves: int):
         """`num_leaves`: number of values in the sum."""
         self._num_leaves = num_leaves
+        self.check: SumCheck | None = None  # of the additions; set it before the first one
         self.open_nodes: dict[Node, Tensor] = {}  # nodes whose sibling is missing; finally the root alone
 
     def add(self, value: Tensor, node: Node) -> list[Tensor]:
@@ -29,7 +32,11 @@ class PairwiseSum:
         Returns the tensors that the sum does not need any more.
         """
         node, consumed = _promote(node, self._num_leaves), []
+        if self.check is not None:
+            self.check.record(value)
         while (sibling := self.open_nodes.pop((node[0], node[1] ^ 1), None)) is not None:
+            if self.check is not None:
+                self.check.pre_add(sibling, value)
             consumed.append(value)
             value = sibling.add_(value)  # floating-point addition is commutative
             node = _promote((node[0] + 1, node[1] >> 1), self._num_leaves)

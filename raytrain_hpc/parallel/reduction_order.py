@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from raytrain_hpc.parallel.pairwise_sum import Node, PairwiseSum, list_open_nodes
+from raytrain_hpc.parallel.sum_check import SumCheck
 from raytrain_hpc.planner.layout import Batching, Layout
 
 Contribution = tuple[int, int]  # (part, microbatch); part: the context-parallel coordinate
@@ -27,6 +28,23 @@ class PartitionedSum:
 
     def __init__(self, num_microbatches: int, num_parts: int):
         self._trees = [PairwiseSum(num_microbatches) for _ in range(num_parts)]
+        self._check: SumCheck | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether `set_check` was called."""
+        return self._check is not None
+
+    def set_check(self, check: SumCheck) -> None:
+        """Check all additions. Call before the first one."""
+        self._check = check
+        for tree in self._trees:
+            tree.check = check
+
+    def verify_nodes(self) -> None:
+        """Verify the open nodes, if additions are checked. Call when their values have been read."""
+        if self._check is not None:
+            self._check.verify(self.open_nodes.values())
 
     def add(self, value: Tensor, part_node: PartNode) -> list[Tensor]:
         """Add the value of a node, which is modified in place. Return the tensors that are not needed any more."""

@@ -196,7 +196,8 @@ class StepAudits:
         Call before they are read. The passes must then run again. Collective over all ranks. Raises AuditMismatchError
         on all of them if that happens for the second time.
         """
-        if self._have_changed(step, self.memory.find_changed_gradient(), "reduced gradients"):
+        changed = self.context.tracer.find_wrong_sum() or self.memory.find_changed_gradient()
+        if self._have_changed(step, changed, "reduced gradients"):
             return True
         return self._do_copies_differ(step)
 
