@@ -56,7 +56,9 @@ class _RemoteAgent:
     def watch(self, ranks: WatchedRanks, memory_step: int | None) -> None:
         """Replace the ranks that the agent watches. `memory_step`: see `NodeAgent.watch`."""
         self._watched, self.last_health = ranks, NodeHealth([], {})
-        self._reply = None  # the reply to an earlier request would be about the ranks of the generation before
+        # A reply to an earlier request would be about the last generation. The driver has polled no agent since then,
+        # so the time between the generations is no silence.
+        self._reply = self._waiting_since = None
         self.actor.watch.remote(ranks, memory_step)
 
     @property

@@ -19,6 +19,7 @@ from raytrain_hpc.errors import ClusterError, RunFailedError
 from raytrain_hpc.planner.layout import Batching, Layout
 
 _CLUSTER_POLL_S = 0.5  # between two looks at the cluster while nodes are waited for
+_STOP_POLL_S = 0.5  # between two looks whether a stop was requested, while other workers are waited for
 
 
 class MembershipPlanner:
@@ -54,13 +55,14 @@ class MembershipPlanner:
         the workers that are starting, each for up to `cluster.start_timeout`, until the target is reached; if none is
         starting, do not wait. A run that follows its cluster waits for nodes for as long in all, until its minimum is
         reached, and 20 s for more, except for its first generation. Prints what is missing. Raises RunFailedError if
-        too few are ready then, or before the first generation ClusterError.
+        too few are ready then, or before the first generation ClusterError. If a stop was requested before, it waits
+        for no more workers than are needed.
         """
+        was_stopping = self._stop_event.is_set()
         membership, is_ready = self._find_membership()
-        if is_ready:
+        if is_ready or (membership is not None and was_stopping):
             return membership
-        timeout_s = self._config.cluster.start_timeout
-        start, was_stopping = time.monotonic(), self._stop_event.is_set()
+        start, timeout_s = time.monotonic(), self._config.cluster.start_timeout
         with report_wait(self._print_line, self._describe_shortage, timeout_s):
             while not is_ready:
                 try:
@@ -71,9 +73,10 @@ class MembershipPlanner:
                     if membership is None:
                         raise RunFailedError(f"too few workers to continue: {error}") from error
                     return membership  # no further worker was ready in time
-                membership, is_ready = self._find_membership()
-                if membership is None and self._stop_event.is_set() and not was_stopping:
+                if self._stop_event.is_set() and not was_stopping:
                     return None
+                membership, is_ready = self._find_membership()
+                is_ready |= membership is not None and was_stopping
         return membership
 
     def _find_membership(self) -> tuple[Membership | None, bool]:
@@ -92,7 +95,7 @@ class MembershipPlanner:
         if none is to be waited for any longer.
         """
         if self._workers.get_capacity() is None:
-            self._workers.wait_for_workers(self._num_ready + 1)
+            self._wait_until_stopping(self._num_ready + 1)
             return
         self._workers.scale_up_to(self._target.value, self._target.wanted)
         end = time.monotonic() + _CLUSTER_POLL_S
@@ -103,6 +106,23 @@ class MembershipPlanner:
             if waited_s > (ARRIVAL_PATIENCE_S if has_enough else self._config.cluster.start_timeout):
                 raise
             time.sleep(max(0.0, end - time.monotonic()))  # at once if no worker is starting
+
+    def _wait_until_stopping(self, count: int) -> None:
+        """Wait until `count` workers are ready, or a stop is requested. Raises ClusterError as `wait_for_workers`."""
+        deadline = time.monotonic() + self._config.cluster.start_timeout
+        was_stopping = self._stop_event.is_set()
+        while True:
+            start = time.monotonic()
+            slice_s = max(0.0, min(_STOP_POLL_S, deadline - start))
+            try:
+                self._workers.wait_for_workers(count, slice_s)
+                return
+            except ClusterError:
+                now = time.monotonic()
+                if now < start + slice_s or now >= deadline:  # no worker is to start, or none has started in time
+                    raise
+                if self._stop_event.is_set() and not was_stopping:
+                    return
 
     def _describe_shortage(self) -> str:
         return f"workers: {self._num_ready} of {self._target.value} are ready"

@@ -91,8 +91,9 @@ class RayWorkerGroup:
     def get_capacity(self) -> tuple[NodeCapacity, ...] | None:
         """Return the live nodes of the cluster that the run follows, as of about a second ago; None if it does not.
 
-        Slots on nodes that have left are given up, and those beyond the allowance that are unused.
+        Slots on nodes that have left are given up, and unused ones beyond the allowance. Dead spares are replaced.
         """
+        self._pool.replace_ended_spares(self._workers)
         return None if self._capacity is None else self._capacity.update(self._workers)
 
     def get_allowance(self) -> Allowance:
@@ -125,7 +126,7 @@ class RayWorkerGroup:
                 is_driver_removed or node_id in draining_nodes,
                 worker.info["rack"],
                 worker.info.get("has_local_files", False),
-                self._config.train.compile is True and worker.warmup.is_cold,
+                self._pool.is_cold(worker),
                 held_by_node.get(node_id, ()),
             )
             for worker in self._pool.ready
@@ -138,7 +139,7 @@ class RayWorkerGroup:
         """
         worker_of_id = {worker.worker_id: worker for worker in self._pool.ready}
         self._workers = [worker_of_id[worker_id] for worker_id in members]
-        self._death_messages.hide(worker.info for worker in self._workers)
+        self._death_messages.hide(worker.info for worker in self._pool.ready)
         for node_id in self._pool.drain_monitor.get_draining_nodes() - {w.info["node_id"] for w in self._workers}:
             self._leave_node(node_id)
         return [{"rank": rank, **worker.info} for rank, worker in enumerate(self._workers)]
@@ -386,6 +387,5 @@ class RayWorkerGroup:
         return WorkerFailedError(rank, kind=kind, reason=reason, detected_at=time.time(), last_seen=last_seen, **place)
 
     def _describe_rank(self, rank: int) -> dict[str, Any]:
-        info = self._workers[rank].info
-        place = {key: info[key] for key in ("node", "pid", "node_id")}
+        place = {key: self._workers[rank].info[key] for key in ("node", "pid", "node_id")}
         return place | {"device": self._health.describe_device(rank)}

@@ -15,6 +15,7 @@ from typing import Any
 
 from raytrain_hpc.config.loader import config_to_yaml
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.metrics_search import find_last_line_of_step
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.profiler import PROFILE_DIR
 from raytrain_hpc.planner.layout import Layout
@@ -125,10 +126,7 @@ class RunDirectory:
 
     def read_step_metrics(self, step: int) -> dict[str, Any] | None:
         """Return the last line of `step` in metrics.jsonl, which is the valid one, or None."""
-        result = None
-        for metrics in self.read_metrics():
-            result = metrics if metrics["step"] == step else result
-        return result
+        return find_last_line_of_step(self.metrics, step)
 
     def _write_atomically(self, path: Path, text: str) -> None:
         """Replace a file in one step. A failed write keeps the old file and raises an alarm; the run continues."""

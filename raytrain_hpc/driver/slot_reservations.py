@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class SlotReservations:
         self._resource = resource
         self._groups: list[PlacementGroup] = []
         self.slots: list[Slot] = []
+        self.reserved_at: dict[str, float] = {}  # node id -> monotonic seconds of the last reservation on it
 
     def reserve_together(self, bundle_sizes: Sequence[int], nodes: Sequence[str] = ()) -> list[Slot]:
         """Reserve bundles on different nodes, all of them or none: on `nodes`, or else on those that Ray chooses.
@@ -48,7 +49,18 @@ class SlotReservations:
 
     def reserve_on_node(self, node_id: str, count: int) -> list[Slot]:
         """Reserve `count` slots on a node, which can be released one by one, and return them."""
+        self.reserved_at[node_id] = time.monotonic()
         return [slot for _ in range(count) for slot in self._reserve([1], "PACK", [node_id], node_id)]
+
+    def choose_surplus(self, count: int, occupied: Set[Slot]) -> set[Slot]:
+        """Return the slots to release so that `count` are left, none of those that are `occupied` by members.
+
+        Those on nodes with few members come first, so that whole nodes become free.
+        """
+        num_members = Counter(slot.node_id for slot in occupied)
+        unused = [slot for slot in self.slots if slot not in occupied]
+        unused.sort(key=lambda slot: (num_members[slot.node_id], slot.node_id))
+        return set(unused[: max(0, len(self.slots) - count)])
 
     def wait_until_free(self, timeout_s: float) -> bool:
         """Wait until all slots were free and are reserved. Returns whether they are within `timeout_s` seconds."""

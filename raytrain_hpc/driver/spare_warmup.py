@@ -94,6 +94,12 @@ class SpareWarmup:
                 state.call, state.program = None, None
             state.has_run = True
 
+    def record_death(self, worker: WarmableWorker) -> None:
+        """Note that the process of a worker has ended, maybe because of its warm-up."""
+        if worker.warmup.call is not None:
+            worker.warmup.call = None
+            self._num_deaths += 1
+
     def _finish(self, state: WarmupState) -> bool:
         """Read the result of a warm-up that has ended. Return whether the process is alive."""
         is_alive = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,9 @@ from raytrain_hpc.driver.node_drain import NodeDrainMonitor
 from raytrain_hpc.driver.node_names import NodeNames
 from raytrain_hpc.driver.ray_messages import describe_actor_death
 from raytrain_hpc.driver.slot_reservations import Slot, SlotReservations
+from raytrain_hpc.driver.spare_health import SpareHealth
 from raytrain_hpc.driver.spare_warmup import SpareWarmup, WarmupState
+from raytrain_hpc.driver.vacant_slots import VacantSlots
 from raytrain_hpc.elastic.cluster_following import NodeCapacity, plan_reservations
 from raytrain_hpc.elastic.state_partition import StatePart
 from raytrain_hpc.errors import ClusterError, RaytrainError
@@ -29,7 +30,6 @@ from raytrain_hpc.runtime.worker_spec import WorkerSpec
 from raytrain_hpc.worker.actor import WorkerActor
 
 _log = logging.getLogger(__name__)
-_MAX_START_ATTEMPTS = 3  # consecutive failures to start a replacement, after which no more are started
 _REPLACEMENT_DELAY_S = 1.0  # a start takes a CPU for seconds: let the surviving ranks resume first
 _RECALL_TIMEOUT_S = 10.0
 _REFILL_INTERVAL_S = 0.5  # between two looks whether a vacant slot may be filled
@@ -99,15 +99,6 @@ def recall_metrics(
     return [metrics for metrics in recall_from_nodes(after_step) if metrics["step"] <= until_step]
 
 
-@dataclass(frozen=True)
-class VacantSlot:
-    """A slot whose actor has ended at `since` (monotonic seconds), on the node `node_id`."""
-
-    since: float
-    slot: Slot
-    node_id: str
-
-
 class ActorPool:
     """One actor per slot, in bundles that each fit on a node. A failed actor is replaced in its slot.
 
@@ -129,16 +120,15 @@ class ActorPool:
         follows; their slots need not be free in time.
         """
         self._starting: list[Worker] = []
-        self._vacant_slots: list[VacantSlot] = []
+        self._vacant_slots = VacantSlots()
         self.ready: list[Worker] = []
-        self._num_started, self._failed_starts, self._is_started = 0, 0, False
+        self._num_started, self._is_started = 0, False
         self._config, self._cluster, self._actor_class = config, cluster, actor_class
         self.drain_monitor, self._node_names = NodeDrainMonitor(), NodeNames(cluster)
-        self.spare_warmup = SpareWarmup()
+        self.spare_warmup, self._spare_health = SpareWarmup(), SpareHealth[Worker]()
         self._warmup_spec: WorkerSpec | None = None  # for the warm-up of actors that start during a run
         self._dataset_store = DatasetStore()
         self._reservations = SlotReservations(cluster.ray_resource)
-        self._reserved_at: dict[str, float] = {}  # node id -> monotonic seconds of the last reservation on it
         self._follows_cluster = nodes is not None
         if nodes is not None:
             self._reserve_on_nodes(count, nodes)
@@ -182,7 +172,7 @@ class ActorPool:
 
     def get_reservation_time(self, node_id: str) -> float:
         """Return when slots on a node were last reserved, in monotonic seconds; 0 if they were not."""
-        return self._reserved_at.get(node_id, 0.0)
+        return self._reservations.reserved_at.get(node_id, 0.0)
 
     def scale_up_to(self, count: int, nodes: Sequence[NodeCapacity] | None = None) -> None:
         """Reserve slots until there are `count`, and start an actor in each new slot; return at once.
@@ -201,13 +191,14 @@ class ActorPool:
     def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
         """Start due replacements and block until `count` actors are ready.
 
-        Raises ClusterError after `timeout_s` seconds (default: cluster.start_timeout), or if no actor is to start.
+        Raises ClusterError after `timeout_s` seconds (default: cluster.start_timeout), or if no actor is to start: none
+        is missing, or those that are have failed to start again and again.
         """
         timeout = self._config.cluster.start_timeout
         deadline = time.monotonic() + (timeout if timeout_s is None else timeout_s)
         while (missing := count - len(self.ready)) > 0 and (now := time.monotonic()) < deadline:
             self._refill_slots(now)
-            if not (self._starting or self._vacant_slots):
+            if not self._vacant_slots.is_start_likely(worker.slot for worker in self._starting):
                 break
             wait_s = min(deadline - now, _REFILL_INTERVAL_S) if self._vacant_slots else deadline - now
             descriptions = [worker.description_ref for worker in self._starting]
@@ -250,25 +241,41 @@ class ActorPool:
 
     def warm_up_spares(self, members: Sequence[Worker]) -> None:
         """Warm up the ready workers that are no members, in the background. Call while a generation runs."""
-        occupied = set(members)
-        for worker in self.spare_warmup.update([worker for worker in self.ready if worker not in occupied]):
+        for worker in self.spare_warmup.update(self._list_spares(members)):
             self.replace_worker(worker)
+
+    def replace_ended_spares(self, members: Sequence[Worker]) -> None:
+        """Replace the ready workers whose process has ended. That of one of `members` is a failure of the run instead.
+
+        Call again and again. A slot in which spares end one after the other stays empty for longer and longer.
+        """
+        for worker, reason in self._spare_health.update(self._list_spares(members)).items():
+            _log.warning("a spare on node %s is replaced: %s", worker.info["node"], reason)
+            self.spare_warmup.record_death(worker)
+            self.ready.remove(worker)
+            ray.kill(worker.actor, no_restart=True)
+            self._vacant_slots.add_after_idle_death(worker.slot, worker.info["node_id"])
+
+    def is_cold(self, worker: Worker) -> bool:
+        """Return whether other ranks would wait for a worker: it has to compile, or a spare does not answer."""
+        has_to_compile = self._config.train.compile is True and worker.warmup.is_cold
+        return has_to_compile or self._spare_health.is_silent(worker)
 
     def list_warm_spares(self, members: Sequence[Worker]) -> list[Worker]:
         """Return the ready workers that are no members and wait, after their warm-up."""
+        spares = self._list_spares(members)
+        return [worker for worker in spares if worker.warmup.call is None and not worker.warmup.is_cold]
+
+    def _list_spares(self, members: Sequence[Worker]) -> list[Worker]:
         occupied = set(members)
-        return [
-            worker
-            for worker in self.ready
-            if worker not in occupied and worker.warmup.call is None and not worker.warmup.is_cold
-        ]
+        return [worker for worker in self.ready if worker not in occupied]
 
     def replace_worker(self, worker: Worker) -> None:
         """Kill an actor in any state. Its replacement is started by a later `poll_started` or `wait_for_workers`."""
         if worker in self.ready:
             self.ready.remove(worker)
             ray.kill(worker.actor, no_restart=True)
-            self._vacant_slots.append(VacantSlot(time.monotonic(), worker.slot, worker.info["node_id"]))
+            self._vacant_slots.add(worker.slot, worker.info["node_id"])
 
     def replace_spares(self, wrong: Sequence[Worker], silent: Sequence[Worker]) -> None:
         """Replace spares that compute wrong, on other nodes if there are several, and those that do not answer."""
@@ -299,13 +306,7 @@ class ActorPool:
 
         Those on nodes with few members come first, so that whole nodes become free.
         """
-        surplus = len(self._reservations.slots) - count
-        if surplus <= 0:
-            return
-        occupied = {worker.slot for worker in members}
-        num_members = Counter(slot.node_id for slot in occupied)
-        unused = [slot for slot in self._reservations.slots if slot not in occupied]
-        released = set(sorted(unused, key=lambda slot: (num_members[slot.node_id], slot.node_id))[:surplus])
+        released = self._reservations.choose_surplus(count, {worker.slot for worker in members})
         for worker in [worker for worker in self.ready if worker.slot in released]:
             self.ready.remove(worker)
             ray.kill(worker.actor, no_restart=True)
@@ -314,8 +315,6 @@ class ActorPool:
     def _reserve_on_nodes(self, count: int, nodes: Sequence[NodeCapacity]) -> list[Slot]:
         """Reserve slots on nodes until there are `count` on those that stay, and return the new slots."""
         reservations = plan_reservations(nodes, count, self._config.parallel.tp)
-        now = time.monotonic()
-        self._reserved_at |= dict.fromkeys(reservations, now)
         return [
             slot
             for node_id, missing in reservations.items()
@@ -340,7 +339,7 @@ class ActorPool:
             return
         groups = {id(slot.group) for slot in slots}
         self._starting = [worker for worker in self._starting if id(worker.slot.group) not in groups]
-        self._vacant_slots = [vacant for vacant in self._vacant_slots if id(vacant.slot.group) not in groups]
+        self._vacant_slots.release(groups)
         self._reservations.release(slots)
 
     def _refill_slots(self, vacant_before: float) -> None:
@@ -350,13 +349,8 @@ class ActorPool:
         """
         if not self._vacant_slots:
             return
-        draining = self.drain_monitor.get_draining_nodes()
-        due = [
-            vacant for vacant in self._vacant_slots if vacant.since <= vacant_before and vacant.node_id not in draining
-        ]
-        self._vacant_slots = [vacant for vacant in self._vacant_slots if vacant not in due]
-        for vacant in due:
-            self._start_worker(vacant.slot)
+        for slot in self._vacant_slots.take_due(vacant_before, self.drain_monitor.get_draining_nodes()):
+            self._start_worker(slot)
 
     def close(self) -> None:
         """Kill all actors and remove the placement groups."""
@@ -376,7 +370,7 @@ class ActorPool:
         self._num_started += 1
 
     def _register_started(self, ready: list[Any]) -> None:
-        """Move started actors from `_starting` to `ready`; retry replacements that failed to start, a few times."""
+        """Move started actors from `_starting` to `ready`; those that failed to start are replaced later."""
         for worker in [worker for worker in self._starting if worker.description_ref in ready]:
             self._starting.remove(worker)
             try:
@@ -386,12 +380,10 @@ class ActorPool:
                     raise cause from error
                 if not self._is_started and not self._follows_cluster:  # there, its node may just have left
                     raise ClusterError(f"a worker did not start: {describe_actor_death(error)}") from error
-                self._failed_starts += 1
                 _log.warning("a worker did not start: %s", describe_actor_death(error))
-                if self._failed_starts <= _MAX_START_ATTEMPTS:  # afterwards the run continues without it
-                    self._start_worker(worker.slot)
+                self._vacant_slots.add_after_failed_start(worker.slot)
                 continue
             worker.info["node"] = self._node_names.get_name(worker.info["node_id"], worker.info["host"])
-            self._failed_starts = 0
+            self._vacant_slots.record_start(worker.slot)
             self._is_started |= self._follows_cluster
             self.ready.append(worker)

@@ -28,7 +28,8 @@ class Candidate:
     its own before replicas, reported when its rank of the last generation ended; empty until then, and for a worker
     that was not a member of that generation. `slowdown`: time per microbatch relative to the median of the other ranks
     when it was last detected as slow, else 1. `rack`: "" if unknown. `has_local_files`: whether its node had files of
-    local checkpoints when it started. `is_cold`: its first step has to compile, while the other ranks wait.
+    local checkpoints when it started. `is_cold`: its first step has to compile, while the other ranks wait,
+    or it does not answer as a spare.
     `node_parts`: parts that the agent of its node holds and no ready worker does.
     """
 

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from raytrain_hpc.training.step_completion import TrainOutcome
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1, "samples": 1})  # type: ignore[call-overload]
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"control": 1, "samples": 1, "health": 1})  # type: ignore[call-overload]
 class WorkerActor:
     """Actor that runs generations, one at a time.
 
     Methods of the group "control" answer while a generation runs, and at once, since those that move much data are in
-    the group "samples".
+    the group "samples", and `hold` is in a group of its own.
     """
 
     def __init__(self, device: str, threads: int):
@@ -269,6 +269,11 @@ class WorkerActor:
     def call(self, function: Callable[[], Any]) -> Any:
         """Return the result of a function, called in this process between two generations."""
         return function()
+
+    @ray.method(concurrency_group="health")
+    def hold(self, seconds: float) -> None:
+        """Return after some seconds. To the caller, the call fails as soon as this process ends."""
+        time.sleep(seconds)
 
     @ray.method(concurrency_group="control")
     def drain(self) -> list[Record]:

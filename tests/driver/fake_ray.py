@@ -21,6 +21,7 @@ from raytrain_hpc.driver import (
     ray_topology,
     record_poller,
     slot_reservations,
+    spare_health,
     spare_warmup,
     worker_group,
 )
@@ -98,7 +99,7 @@ class FakeWorker:
     def do_nothing(self, *arguments: Any) -> None:
         pass
 
-    warm_up = cancel_warmup = abort = request = do_nothing
+    warm_up = cancel_warmup = hold = abort = request = do_nothing
 
 
 @dataclass
@@ -155,7 +156,8 @@ class FakeRay:
         ray = SimpleNamespace(get=self.get, wait=self.wait, kill=self.kill, put=self.put, nodes=list)
         ray.get_runtime_context = lambda: context
         self._patches.enter_context(mock.patch.object(node_drain, "get_draining_nodes", frozenset))
-        for module in (worker_group, ray_topology, record_poller, health_monitor, ray_backend, spare_warmup):
+        spares = (spare_health, spare_warmup)
+        for module in (worker_group, ray_topology, record_poller, health_monitor, ray_backend, *spares):
             self._patches.enter_context(mock.patch.object(module, "ray", ray))
         replaced = {
             "placement_group": self._group,

@@ -239,6 +239,64 @@ def test_a_cluster_without_enough_nodes_is_waited_for(monkeypatch: pytest.Monkey
     assert planner.wait_for_membership() is None, "a stop ends the wait"
 
 
+class StartingWorkers(Workers):
+    """A worker group of a fixed size, of which the last worker takes its time to start: seconds of a clock of its own.
+
+    `stop` is set `stop_after_s` after the first wait has begun.
+    """
+
+    def __init__(self, clock: list[float], start_s: float, stop_after_s: float, *candidates: Candidate):
+        super().__init__(*candidates)
+        self.clock, self.ready_at, self.stop_at = clock, clock[0] + start_s, clock[0] + stop_after_s
+        self.stop = threading.Event()
+
+    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
+        self.waits.append(count)
+        end = self.clock[0] + (120.0 if timeout_s is None else timeout_s)
+        self.clock[0] = min(end, self.ready_at)
+        if self.clock[0] >= self.stop_at:
+            self.stop.set()
+        if self.clock[0] < self.ready_at:
+            raise ClusterError("too late")
+        self.candidates = make_candidates(count)
+
+
+@pytest.fixture
+def planner_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the planner reads, in seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(membership_planner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.mark.parametrize("num_ready", [1, 2], ids=["too few", "fewer than the target"])
+def test_a_stop_ends_the_wait_for_a_worker_that_starts(planner_clock: list[float], num_ready: int) -> None:
+    workers = StartingWorkers(planner_clock, 100.0, 3.0, *make_candidates(num_ready))
+    planner, workers.stop, _ = make_planner(workers, 3)
+    assert planner.wait_for_membership() is None
+    assert planner_clock[0] - 1000.0 == pytest.approx(3.0, abs=1.0)
+
+
+def test_a_worker_that_starts_is_waited_for_in_slices(planner_clock: list[float]) -> None:
+    workers = StartingWorkers(planner_clock, 100.0, 1e9, *make_candidates(2))
+    membership = make_planner(workers, 3)[0].wait_for_membership()
+    assert membership.layout.world_size == 3 and planner_clock[0] == pytest.approx(1100.0)
+    workers = StartingWorkers(planner_clock, 200.0, 1e9, *make_candidates(2))
+    start = planner_clock[0]
+    membership = make_planner(workers, 3, "cluster.start_timeout=120")[0].wait_for_membership()
+    assert membership.layout.world_size == 2 and planner_clock[0] - start == pytest.approx(120.0)
+
+
+def test_a_run_that_is_stopping_waits_for_no_more_workers_than_it_needs(planner_clock: list[float]) -> None:
+    for num_ready, expected_s in ((2, 0.0), (1, 50.0)):
+        start = planner_clock[0]
+        workers = StartingWorkers(planner_clock, 50.0, 1e9, *make_candidates(num_ready))
+        planner, stop, _ = make_planner(workers, 3)
+        stop.set()
+        assert planner.wait_for_membership().layout.world_size == 2
+        assert planner_clock[0] - start == pytest.approx(expected_s)
+
+
 def test_a_spare_joins_when_it_is_warm() -> None:
     warm, cold = make_candidates(3, StatePart(1, 0, 1, 7))[:2], replace(make_candidates(3)[2], is_cold=True)
     workers = Workers(*warm, cold)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.driver import node_drain
+from raytrain_hpc.driver import node_drain, vacant_slots, worker_group
 from raytrain_hpc.driver.ray_backend import RayWorkerGroup
 from raytrain_hpc.driver.worker_group import ActorPool
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
@@ -33,7 +35,15 @@ class FailingStarts(FakeRay):
         return super().call(target, name, arguments)
 
 
-@pytest.mark.parametrize(("failing", "recovers"), [(0, True), (1, True), (3, True), (4, False)])
+@pytest.fixture
+def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delays of a millisecond and more before a start in a slot in which one has failed."""
+    monkeypatch.setattr(vacant_slots, "_FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(worker_group, "_REFILL_INTERVAL_S", 0.001)
+
+
+@pytest.mark.usefixtures("short_delays")
+@pytest.mark.parametrize(("failing", "recovers"), [(0, True), (1, True), (5, True), (6, False)])
 def test_failed_start_of_the_only_replacement_is_repeated(failing: int, recovers: bool) -> None:
     with FailingStarts(CLUSTER, Scenario()) as fake_ray:
         pool = ActorPool(load_config(None, ["cluster.start_timeout=20"]), 2, CLUSTER, fake_ray.workers)
@@ -46,6 +56,40 @@ def test_failed_start_of_the_only_replacement_is_repeated(failing: int, recovers
         else:
             with pytest.raises(ClusterError, match="only 1 of 2 workers"):
                 pool.wait_for_workers(2)
+
+
+@pytest.mark.usefixtures("short_delays")
+def test_starts_that_fail_together_once_are_all_repeated() -> None:
+    """As when the server of their files does not answer for a moment."""
+    cluster = Topology((Node("n0", "10.0.0.1", 9),), "cuda", "h100")
+    with FailingStarts(cluster, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(None, ["cluster.start_timeout=20"]), 9, cluster, fake_ray.workers)
+        pool.start()
+        for worker in pool.ready[1:]:
+            pool.replace_worker(worker)
+        fake_ray.failing = 8
+        pool.wait_for_workers(9)
+        assert fake_ray.failing == 0 and len({worker.slot for worker in pool.ready}) == 9
+
+
+def test_a_slot_is_tried_later_and_later_but_never_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    for module in (vacant_slots, worker_group):
+        monkeypatch.setattr(module, "time", clock)
+    with FailingStarts(CLUSTER, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(), 2, CLUSTER, fake_ray.workers)
+        pool.start()
+        pool.replace_worker(pool.ready[0])
+        fake_ray.failing, starts = 12, list[float]()
+        while len(pool.ready) < 2 and now[0] < 2000.0:
+            before = fake_ray.failing
+            pool.poll_started()
+            starts += [now[0]] * (before - fake_ray.failing)
+            now[0] += 0.25
+        gaps = [later - earlier for earlier, later in pairwise(starts)]
+        assert gaps[:7] == pytest.approx([1.5, 2.0, 3.0, 5.0, 9.0, 17.0, 33.0], abs=0.3), "a second is the usual delay"
+        assert gaps[7:] == pytest.approx([61.0] * 4, abs=0.3) and len(pool.ready) == 2
 
 
 def test_a_slot_on_a_draining_node_is_filled_when_it_has_moved() -> None:
