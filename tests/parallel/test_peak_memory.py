@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -97,6 +98,14 @@ class PeakTracker(AllocationTracker):
             self._upper_bound, self._num_ops = self.count_bytes(), 0
             self.peak = max(self.peak, self._upper_bound)
         return result
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WarmPool]:
+    """Processes for this file alone: tensors that other tests keep would count."""
+    warm_pool = WarmPool()
+    yield warm_pool
+    warm_pool.close()
 
 
 def measure_peak(rank: int, rendezvous: Any, spec: Any) -> int:
