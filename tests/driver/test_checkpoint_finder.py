@@ -151,6 +151,8 @@ def test_what_a_rank_found_damaged_is_not_found_again(nodes) -> None:
         f"damaged checkpoint skipped: {nodes.store.get_path(12)}: {reason}",
         f"damaged checkpoint skipped: {reason}",
     }
+    FakeRanks.publish(nodes.store, 12, degree=2, generation=2)
+    assert nodes.find() == (12, None), "it was saved again"
 
 
 def test_without_a_manifest_nothing_is_asked_of_the_nodes(nodes) -> None:
