@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from raytrain_hpc.checkpoint.directory_publisher import DirectoryPublisher
@@ -213,11 +214,10 @@ class CheckpointStore:
     def distrust(self, after_step: int, generation: int, reason: str) -> None:
         """Never return the checkpoints of later steps than `after_step` again that were saved up to this generation.
 
-        Those that later generations save in their place are trusted. Call in the driver that holds the lease, if the
-        state after that step is the last one that is known to be right. Raises CheckpointError if storage fails.
+        Those that later generations save in their place are trusted. Node-local ones are included, whether or not there
+        is one here. Call in the driver that holds the lease, if the state after that step is the last one that is known
+        to be right. Raises CheckpointError if storage fails.
         """
-        if not self._list_directories():
-            return
         entry = {"after_step": after_step, "generation": generation, "reason": reason}
         content = json.dumps([*self._read_untrusted(), entry], indent=2) + "\n"
         self._write(self.root / _UNTRUSTED_FILE, content)
@@ -307,6 +307,8 @@ class CheckpointStore:
 
     def _write(self, path: Location, content: str) -> None:
         try:
+            if isinstance(self.root, Path):
+                self.root.mkdir(exist_ok=True)  # not its parent: if that is gone, its file system is not mounted
             write_atomically(path, content.encode())
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error

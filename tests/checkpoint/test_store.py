@@ -168,7 +168,10 @@ def test_a_run_starts_over_if_nothing_after_its_start_is_trusted(store, ranks):
 
 
 def test_checkpoints_that_may_be_spoilt_are_skipped_until_they_are_saved_again(store, ranks):
-    store.distrust(0, 9, "nothing is saved yet")
+    store.distrust(0, 1, "nothing is saved here yet")
+    assert store.find_distrust(5, 1) and store.list_steps() == []
+    with pytest.raises(CheckpointError, match="untrusted.json cannot be written: No such file"):
+        type(store)(store.root / "not" / "mounted").distrust(0, 1, "nothing is saved here yet")
     for step in (10, 20, 30):
         ranks.publish(store, step, generation=2)
     store.distrust(20, 2, "rank 1, faulty device")
