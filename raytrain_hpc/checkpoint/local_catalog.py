@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raytrain_hpc.checkpoint.local_directory import get_local_name, parse_local_name
 from raytrain_hpc.checkpoint.manifest import MANIFEST_FILE, Checkpoint, ShardReport, build_manifest, read_manifest
+from raytrain_hpc.checkpoint.retention import select_kept_steps
 from raytrain_hpc.checkpoint.verification import find_gap
 from raytrain_hpc.errors import CheckpointError
 from raytrain_hpc.storage.location import Location, create_file, list_directory_names
@@ -25,10 +26,15 @@ _DIRECTORY = "local_checkpoints"  # in the run directory
 
 
 class LocalCatalog:
-    """The manifests of a run's local checkpoints. Only one driver at a time may change it."""
+    """The manifests of a run's local checkpoints. Only one driver at a time may change it.
 
-    def __init__(self, run_directory: Location) -> None:
-        self.root = run_directory / _DIRECTORY
+    `find_distrust(step, generation)`: returns why that checkpoint is not trusted, see `CheckpointStore.find_distrust`.
+    """
+
+    def __init__(
+        self, run_directory: Location, find_distrust: Callable[[int, int], str | None] = lambda step, generation: None
+    ) -> None:
+        self.root, self._find_distrust = run_directory / _DIRECTORY, find_distrust
 
     def list_names(self) -> list[str]:
         """Return the names of all checkpoints, by ascending step and generation.
@@ -85,19 +91,22 @@ class LocalCatalog:
     def set_labels(self, step: int, labels: Sequence[str]) -> None:
         """Do nothing: a checkpoint with a label is one in the run directory."""
 
-    def prune(self, keep: int) -> list[Location]:
-        """Delete the manifests of checkpoints older than the newest `keep` ones, and of those that a later generation
-        has left behind: it resumed from an earlier step and came to the newest of its own.
+    def prune(self, keep: int, fallback_steps: Collection[int] = ()) -> list[Location]:
+        """Delete the manifests of checkpoints older than the newest `keep` ones, of those that are not trusted, and of
+        those that a later generation has left behind: it resumed from an earlier step and came to its own newest one.
 
-        Returns their directories. Raises CheckpointError if deleting fails.
+        For each of `fallback_steps`, the newest one that is not newer is kept too. Nothing is deleted unless one is
+        trusted. Returns their directories. Raises CheckpointError if storage fails.
         """
         keys = [key for name in self.list_names() if (key := parse_local_name(name)) is not None]
-        if not keys:
+        trusted = [key for key in keys if self._find_distrust(*key) is None]
+        if not trusted:
             return []
-        newest_generation = max(generation for _, generation in keys)
-        newest_step = max(step for step, generation in keys if generation == newest_generation)
-        kept_steps = set(sorted({step for step, _ in keys if step <= newest_step})[-keep:])
-        return self._delete([get_local_name(*key) for key in keys if key[0] not in kept_steps])
+        newest_generation = max(generation for _, generation in trusted)
+        newest_step = max(step for step, generation in trusted if generation == newest_generation)
+        kept_steps = select_kept_steps((step for step, _ in trusted if step <= newest_step), keep, fallback_steps)
+        kept = {key for key in trusted if key[0] in kept_steps}
+        return self._delete([get_local_name(*key) for key in keys if key not in kept])
 
     def clear(self) -> None:
         """Delete all manifests. Raises CheckpointError if deleting fails."""

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from raytrain_hpc.checkpoint.checksum import FileChecksum
+from raytrain_hpc.checkpoint.retention import select_kept_steps
 from raytrain_hpc.checkpoint.verification import find_file_problem, find_size_problem
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import CheckpointError
@@ -78,16 +79,17 @@ class LocalDirectory:
             problems = pool.map(find_problem, (path / file for file in present), (files[file] for file in present))
             return {file: problem or "" for file, problem in zip(present, problems, strict=True)}
 
-    def prune(self, step: int, keep: int) -> None:
+    def prune(self, step: int, keep: int, fallback_steps: Collection[int] = ()) -> None:
         """Delete the checkpoints of this node that are older than the newest `keep` ones before `step`.
 
-        Call when that of `step` begins to be written. A file that is being uploaded stays open until it is.
+        For each of `fallback_steps`, the newest one that is not newer is kept too. Call when that of `step` begins to
+        be written. A file that is being uploaded stays open until it is.
         """
         by_step: dict[int, list[Path]] = {}
         for path, (known_step, _) in self._list().items():
             if known_step < step:
                 by_step.setdefault(known_step, []).append(path)
-        for old_step in sorted(by_step)[:-keep]:
+        for old_step in by_step.keys() - select_kept_steps(by_step, keep, fallback_steps):
             _remove(by_step[old_step])
 
     def remove_leftovers(self, kept_names: Collection[str], generation: int) -> None:

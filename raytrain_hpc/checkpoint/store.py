@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from raytrain_hpc.checkpoint.directory_publisher import DirectoryPublisher
@@ -26,11 +27,12 @@ from raytrain_hpc.checkpoint.manifest import (
     build_manifest,
 )
 from raytrain_hpc.checkpoint.object_publisher import ObjectPublisher
+from raytrain_hpc.checkpoint.retention import select_kept_steps
 from raytrain_hpc.checkpoint.verification import (
     find_gap,
     find_size_problem,
     get_step_name,
-    has_expected_files,
+    read_if_complete,
     verify_checkpoint,
 )
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
@@ -79,6 +81,7 @@ class CheckpointStore:
     def __init__(self, root: Location) -> None:
         self.root = root
         self._publisher: Publisher = ObjectPublisher(root) if isinstance(root, ObjectPath) else DirectoryPublisher(root)
+        self._damaged_steps = set[int]()  # of checkpoints in which a reader has found damage that sizes do not show
 
     def get_path(self, step: int) -> Location:
         """Return the directory of the checkpoint of `step`, whether or not it exists."""
@@ -117,6 +120,7 @@ class CheckpointStore:
             manifest = self._build_manifest(step, generation, reports, meta)
             self._publisher.publish(step, generation, manifest, pre_publish)
             published = True
+            self._damaged_steps.discard(step)
         except OSError as error:
             raise CheckpointError(f"{self.get_path(step)} cannot be published: {error.strerror}") from error
         finally:
@@ -197,8 +201,10 @@ class CheckpointStore:
             try:
                 checkpoint = check(path)
             except CheckpointCorruptedError as error:
+                self._damaged_steps.add(step)
                 on_corrupted(path, str(error))
                 continue
+            self._damaged_steps.discard(step)
             if reason := self.find_distrust(checkpoint.step, checkpoint.generation):
                 (on_untrusted or on_corrupted)(path, reason)
                 continue
@@ -208,21 +214,33 @@ class CheckpointStore:
     def distrust(self, after_step: int, generation: int, reason: str) -> None:
         """Never return the checkpoints of later steps than `after_step` again that were saved up to this generation.
 
-        Those that later generations save in their place are trusted. Call in the driver that holds the lease, if the
-        state after that step is the last one that is known to be right. Raises CheckpointError if storage fails.
+        Those that later generations save in their place are trusted. Node-local ones are included, whether or not there
+        is one here. Call in the driver that holds the lease, if the state after that step is the last one that is known
+        to be right. Raises CheckpointError if storage fails.
         """
-        if not self._list_directories():
-            return
         entry = {"after_step": after_step, "generation": generation, "reason": reason}
         content = json.dumps([*self._read_untrusted(), entry], indent=2) + "\n"
         self._write(self.root / _UNTRUSTED_FILE, content)
 
     def find_distrust(self, step: int, generation: int) -> str | None:
-        """Return why the checkpoint of a step that a generation has saved is not trusted; None if it is."""
-        for entry in self._read_untrusted():
-            if step > entry["after_step"] and generation <= entry["generation"]:
-                return f"saved after step {entry['after_step']}, the last one known to be right: {entry['reason']}"
-        return None
+        """Return why the checkpoint of a step that a generation has saved is not trusted; None if it is.
+
+        Raises CheckpointError if that is not known, as storage fails.
+        """
+        return _find_distrust(self._read_untrusted(), step, generation)
+
+    def is_usable(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is there, trusted and not known to be damaged. Reads no shard file.
+
+        Raises CheckpointError if storage fails.
+        """
+        generation = self._find_intact_generation(step)
+        return generation is not None and self.find_distrust(step, generation) is None
+
+    def _find_intact_generation(self, step: int) -> int | None:
+        """Return the generation that saved the checkpoint of `step`; None if that is known to be damaged."""
+        checkpoint = None if step in self._damaged_steps else read_if_complete(self.get_path(step))
+        return None if checkpoint is None else checkpoint.generation
 
     def is_only_start_trusted(self) -> bool:
         """Return whether the last state that was known to be right, when trust was last lost, is that of the start."""
@@ -238,22 +256,26 @@ class CheckpointStore:
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}; remove it to trust all checkpoints") from error
 
-    def prune(self, keep: int) -> list[Location]:
+    def prune(self, keep: int, fallback_steps: Collection[int] = ()) -> list[Location]:
         """Delete checkpoints older than the newest `keep` ones, and return the deleted paths. `keep=0` deletes nothing.
 
-        Those with a label are kept. Only checkpoints with a readable manifest and files of the expected size count
-        towards `keep`, so the last loadable one is never deleted. Raises CheckpointError if deleting fails.
+        Kept are also those with a label and, for each of `fallback_steps`, the newest one that is not newer: a fault
+        that the next audit finds leads back to it. Only trusted checkpoints with a readable manifest, files of the
+        expected size and no known damage count, so the last usable one is never deleted. Those that are not trusted are
+        deleted, of whatever step, once there are `keep` usable ones. Raises CheckpointError if storage fails.
         """
         directories = self._list_directories()
-        loadable_steps = [step for step, path in directories if has_expected_files(path)]
-        if keep <= 0 or not loadable_steps:
+        intact = [(step, self._find_intact_generation(step)) for step, _ in directories]
+        entries = self._read_untrusted()
+        untrusted_steps = {step for step, of in intact if of is not None and _find_distrust(entries, step, of)}
+        usable_steps = [step for step, of in intact if of is not None and step not in untrusted_steps]
+        if keep <= 0 or not usable_steps:
             return []
-        oldest_kept, labelled_steps = loadable_steps[-keep:][0], set(self.read_labels().values())
+        oldest_kept, are_enough = usable_steps[-keep:][0], len(usable_steps) >= keep
+        kept_steps = {*self.read_labels().values(), *select_kept_steps(usable_steps, keep, fallback_steps)}
         deleted = []
         for step, path in directories:
-            if step >= oldest_kept:
-                break
-            if step in labelled_steps:
+            if step in kept_steps or not (are_enough if step in untrusted_steps else step < oldest_kept):
                 continue
             try:
                 self._publisher.delete(step)
@@ -285,6 +307,8 @@ class CheckpointStore:
 
     def _write(self, path: Location, content: str) -> None:
         try:
+            if isinstance(self.root, Path):
+                self.root.mkdir(exist_ok=True)  # not its parent: if that is gone, its file system is not mounted
             write_atomically(path, content.encode())
         except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
@@ -311,3 +335,11 @@ class CheckpointStore:
         a checkpoint, the earlier one is restored. Raises CheckpointError if storage fails.
         """
         self._publisher.remove_leftovers()
+
+
+def _find_distrust(entries: Sequence[Mapping[str, Any]], step: int, generation: int) -> str | None:
+    """Return which entry of untrusted.json names the checkpoint of a step that a generation has saved, as text."""
+    for entry in entries:
+        if step > entry["after_step"] and generation <= entry["generation"]:
+            return f"saved after step {entry['after_step']}, the last one known to be right: {entry['reason']}"
+    return None

@@ -68,15 +68,16 @@ def _read_manifest_of_step(path: Location) -> Checkpoint:
     return checkpoint
 
 
-def has_expected_files(path: Location) -> bool:
-    """Return whether the manifest is readable and every file has its size. Cheap: reads no shard file."""
+def read_if_complete(path: Location) -> Checkpoint | None:
+    """Return the checkpoint if its manifest is readable and every file has its size. Cheap: reads no shard file."""
     try:
         checkpoint = read_manifest(path)
     except CheckpointCorruptedError:
-        return False
-    return not any(
-        find_size_problem(checkpoint.files_path / name, expected.bytes) for name, expected in checkpoint.files.items()
-    )
+        return None
+    for name, expected in checkpoint.files.items():
+        if find_size_problem(checkpoint.files_path / name, expected.bytes):
+            return None
+    return checkpoint
 
 
 def find_gap(reports: Sequence[ShardReport]) -> str | None:

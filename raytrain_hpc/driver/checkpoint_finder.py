@@ -53,11 +53,11 @@ class CheckpointFinder:
     ) -> None:
         self._config, self._store, self._catalog, self._warn = config, store, catalog, warn
         self.listed_local_names: tuple[str, ...] = ()
-        self._damage: dict[Location, str] = {}  # path of a checkpoint -> problem that a rank has found
+        self._damage: dict[tuple[Location, int], str] = {}  # path, generation -> problem that a rank has found
 
     def exclude(self, point: ResumePoint, error: CheckpointCorruptedError) -> None:
         """Skip a checkpoint from now on: a rank that loaded it has found it damaged."""
-        self._damage[point.checkpoint.path] = str(error)
+        self._damage[point.checkpoint.path, point.checkpoint.generation] = str(error)
 
     def find_in_run_directory(self) -> Checkpoint | None:
         """Return the newest valid checkpoint in the run directory, or None. Raises as `find_newest_checkpoint`."""
@@ -65,9 +65,13 @@ class CheckpointFinder:
 
     def _check(self, path: Location) -> Checkpoint:
         """Check a checkpoint as far as its readers do not. Raises CheckpointCorruptedError."""
-        if path in self._damage:
-            raise CheckpointCorruptedError(self._damage[path])
-        return check_checkpoint(path)
+        return self._raise_known_damage(check_checkpoint(path))
+
+    def _raise_known_damage(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint unless a rank has found it damaged. One that was saved again in its place is another."""
+        if (key := (checkpoint.path, checkpoint.generation)) in self._damage:
+            raise CheckpointCorruptedError(self._damage[key])
+        return checkpoint
 
     def find(self, workers: WorkerGroup, infos: Sequence[Mapping[str, Any]]) -> ResumePoint | None:
         """Return the newest complete checkpoint of both tiers, or None if there is none.
@@ -104,9 +108,7 @@ class CheckpointFinder:
                 self._warn(f"local checkpoint of step {step} skipped: {reason}")
                 continue
             try:
-                checkpoint = self._catalog.read(name)
-                if checkpoint.path in self._damage:
-                    raise CheckpointCorruptedError(self._damage[checkpoint.path])
+                checkpoint = self._raise_known_damage(self._catalog.read(name))
                 return ResumePoint(checkpoint, self._locate(checkpoint, workers, infos))
             except CheckpointCorruptedError as error:
                 self._warn(f"damaged checkpoint skipped: {error}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
+from raytrain_hpc.checkpoint.retention import select_kept_steps
 from raytrain_hpc.errors import CheckpointError, LeaseLostError, RunDirectoryError
 from raytrain_hpc.storage.location import Location
 
@@ -47,8 +48,11 @@ class PublicationTarget(Protocol):
     def set_labels(self, step: int, labels: Sequence[str]) -> None:
         """Move labels to the checkpoint of a step."""
 
-    def prune(self, keep: int) -> list[Location]:
-        """Delete checkpoints older than the newest `keep` ones; 0: none. Return the deleted paths."""
+    def prune(self, keep: int, fallback_steps: Collection[int] = ()) -> list[Location]:
+        """Delete checkpoints older than the newest `keep` ones; 0: none. Return the deleted paths.
+
+        For each of `fallback_steps`, the newest one that is not newer is kept too.
+        """
 
 
 @dataclass
@@ -79,6 +83,7 @@ class CheckpointPublisher:
         on_published: Callable[[Publication], None],
         on_failed: Callable[[int, str], None],
         alarm: Callable[[str], None],
+        get_fallback_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Initialize without a thread.
 
@@ -87,8 +92,10 @@ class CheckpointPublisher:
             make_metadata: Returns the metadata of the checkpoint of a step.
             sync_records: Makes the metrics of all committed steps durable. Called before each publication, so that no
                 checkpoint is newer than they are. Raises OSError.
+            get_fallback_steps: Returns the steps after which no state may be trusted when a fault is found: the newest
+                checkpoint that is not newer is kept too.
         """
-        self._store, self._lease, self._keep = store, lease, keep
+        self._store, self._lease, self._keep, self._get_fallback_steps = store, lease, keep, get_fallback_steps
         self._make_metadata, self._sync_records = make_metadata, sync_records
         self._on_published, self._on_failed, self._alarm = on_published, on_failed, alarm
         self._generation, self._world_size = 0, 0
@@ -146,9 +153,15 @@ class CheckpointPublisher:
             self._pending_steps.append(step)
             job = _Job(step, self._generation, shards, write_s, verified_step)
             self._waiting.append(job)
-            for older in self._waiting[: -self._keep] if self._keep else ():
-                older.is_superseded = older.step not in self._labels
+            self._supersede()
             self._submit(job)
+
+    def _supersede(self) -> None:
+        """Mark the waiting checkpoints that would be deleted as soon as they are published."""
+        if self._keep:
+            kept = select_kept_steps((job.step for job in self._waiting), self._keep, self._get_fallback_steps())
+            for job in self._waiting:
+                job.is_superseded = job.step not in kept and job.step not in self._labels
 
     def raise_error(self) -> None:
         """Raise LeaseLostError if a publication found that another driver has taken over, or its unexpected error."""
@@ -214,7 +227,7 @@ class CheckpointPublisher:
         self._on_published(Publication(job.step, path, job.write_s, time.perf_counter() - start))
         self._apply_labels(job.step)
         try:
-            self._store.prune(self._keep)
+            self._store.prune(self._keep, self._get_fallback_steps())
         except CheckpointError as error:
             self._alarm(f"old checkpoints cannot be deleted: {error}; the run continues")
 

@@ -81,6 +81,7 @@ class RunRecorder:
         self._jsonl = JsonlWriter(directory.metrics, self._alarm)
         self._tensorboard: TensorBoardWriter | None = None
         self._callbacks, self._on_published = callbacks, on_published
+        has_audits = bool(config.fault.audit_interval)
         self._publisher = CheckpointPublisher(
             store,
             lease,
@@ -90,6 +91,7 @@ class RunRecorder:
             self._handle_published,
             self._handle_save_failure,
             self._alarm,
+            lambda: (self.verified_step, self.audited_step) if has_audits else (),
         )
         self._publishers: dict[str, CheckpointPublisher] = {"run": self._publisher}  # tier -> publisher
         if local_catalog is not None:
@@ -102,6 +104,7 @@ class RunRecorder:
                 lambda publication: None,
                 partial(self._alarm_unsaved, "local checkpoint"),
                 self._alarm,
+                lambda: (self.verified_step,) if has_audits else (),  # which the nodes know too
             )
         # Known without asking storage, which may not answer when a generation has to start:
         self._published_steps, self.newest_checkpoint_time = set(store.list_steps()), store.get_newest_time()

@@ -74,7 +74,8 @@ class PreparedRun:
     @property
     def local_catalog(self) -> LocalCatalog | None:
         """The catalog of the run's checkpoints in node-local storage; None without `checkpoint.local_dir`."""
-        return LocalCatalog(self.directory.location) if self.config.checkpoint.local_dir else None
+        has_local = bool(self.config.checkpoint.local_dir)
+        return LocalCatalog(self.directory.location, self.store.find_distrust) if has_local else None
 
     def resolve_layout(self, world: int) -> tuple[Layout, Batching]:
         """Return layout and microbatches on `world` ranks. Raises LayoutError if the layout is not legal."""

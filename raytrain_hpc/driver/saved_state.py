@@ -72,10 +72,15 @@ class SavedState:
         self._store.distrust(step, generation, f"rank {failure.rank}, {failure.kind}")
 
     def is_memory_outdated(self, workers: WorkerGroup) -> bool:
-        """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots."""
+        """Return whether a checkpoint is newer than the state in memory, as after a save between two snapshots.
+
+        One that the run cannot resume from does not count. Raises CheckpointError if storage fails.
+        """
         self._recorder.wait_for_checkpoints()
         memory_step = find_memory_step(workers)
-        return memory_step is not None and any(step > memory_step for step in self._store.list_steps())
+        return memory_step is not None and any(
+            step > memory_step and self._store.is_usable(step) for step in self._store.list_steps()
+        )
 
     def is_checkpoint_missing(self, step: int) -> bool:
         """Return whether the settings ask for a checkpoint of `step` in the run directory, and it is not there."""

@@ -141,7 +141,8 @@ class Checkpointer:
     def _prune_local(self, step: int) -> None:
         """Delete old checkpoints of the node before that of `step` is written. Deleting large files takes time."""
         if self._local is not None:
-            self._local.prune(step, self._config.local_keep)
+            fallback_steps = (self._verified[step],) if self._spec.config.fault.audit_interval else ()
+            self._local.prune(step, self._config.local_keep, fallback_steps)
 
     def label(self, step: int, labels: Sequence[str]) -> None:
         """Give labels to the checkpoint of `step`, when it is published: the newest of each label is kept.

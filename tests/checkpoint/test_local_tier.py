@@ -46,6 +46,14 @@ def test_a_node_keeps_the_newest_checkpoints_and_those_of_the_catalog(tmp_path) 
     assert not directory.root.exists()
 
 
+def test_a_node_keeps_the_newest_verified_checkpoint(tmp_path) -> None:
+    directory = LocalDirectory(tmp_path / "run")
+    for step in (4, 8, 12, 16, 20):
+        write_local(directory, step)
+    directory.prune(20, keep=1, fallback_steps=[10])
+    assert sorted(directory.list_names()) == ["step-00000008-g1", "step-00000016-g1", "step-00000020-g1"]
+
+
 def test_the_directory_of_a_run_on_a_node(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("DISK", str(tmp_path))
     roots = [
@@ -81,6 +89,20 @@ def test_the_catalog_drops_old_and_abandoned_checkpoints(tmp_path, ranks, store)
     }
     catalog.clear()
     assert catalog.list_names() == []
+
+
+def test_the_catalog_keeps_what_is_trusted_and_verified(tmp_path, ranks, store) -> None:
+    catalog = LocalCatalog(tmp_path, store.find_distrust)
+    ranks.publish(store, 4)
+    for step in (4, 8, 12, 16):
+        publish(catalog, ranks, store, step)
+    assert [path.name for path in catalog.prune(2, [6])] == ["step-00000008-g1"]
+    store.distrust(6, 1, "rank 1, faulty device")
+    publish(catalog, ranks, store, 14, generation=2)
+    assert [path.name for path in catalog.prune(2, [6])] == ["step-00000012-g1", "step-00000016-g1"]
+    assert catalog.list_names() == ["step-00000004-g1", "step-00000014-g2"]
+    store.distrust(0, 2, "rank 1, corrupt")
+    assert catalog.prune(1) == [], "nothing is trusted"
 
 
 def test_a_checkpoint_with_a_missing_rank_is_refused(tmp_path, ranks, store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +21,7 @@ import torch
 
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.manifest import ShardReport
+from raytrain_hpc.checkpoint.retention import select_kept_steps
 from raytrain_hpc.checkpoint.shard_io import read_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.driver.run_setup import find_newest_checkpoint
@@ -166,7 +168,10 @@ def test_a_run_starts_over_if_nothing_after_its_start_is_trusted(store, ranks):
 
 
 def test_checkpoints_that_may_be_spoilt_are_skipped_until_they_are_saved_again(store, ranks):
-    store.distrust(0, 9, "nothing is saved yet")
+    store.distrust(0, 1, "nothing is saved here yet")
+    assert store.find_distrust(5, 1) and store.list_steps() == []
+    with pytest.raises(CheckpointError, match="untrusted.json cannot be written: No such file"):
+        type(store)(store.root / "not" / "mounted").distrust(0, 1, "nothing is saved here yet")
     for step in (10, 20, 30):
         ranks.publish(store, step, generation=2)
     store.distrust(20, 2, "rank 1, faulty device")
@@ -240,6 +245,43 @@ def test_prune_keeps_the_newest_loadable_checkpoints(store, ranks):
     assert store.prune(1) == [] and find_newest(store)[0].step == 3, "the only loadable one is kept"
     (paths[3] / "manifest.json").unlink()
     assert store.prune(1) == []
+
+
+def test_retained_are_the_newest_and_those_that_a_fault_may_lead_back_to():
+    """Compared with the definition, over all sets of five steps."""
+    for bits in range(32):
+        steps = [10 * number for number in range(5) if bits >> number & 1]
+        for keep, first, second in itertools.product((1, 2), range(-5, 50, 5), (15, 40)):
+            expected = set(steps[-keep:])
+            for fallback in (first, second):
+                expected |= {s for s in steps if s <= fallback and not any(s < other <= fallback for other in steps)}
+            assert select_kept_steps(steps[::-1], keep, [first, second]) == expected
+
+
+def test_prune_does_not_count_what_a_run_cannot_resume_from(store, ranks):
+    """The content of the newest one is damaged, which its sizes do not show; another has a label."""
+    for step in (10, 20, 30):
+        ranks.publish(store, step)
+    store.set_labels(20, ["best"])
+    flip_byte(store.get_path(30) / "rank-00000.safetensors", -9)
+    assert find_newest(store)[0].step == 20 and not store.is_usable(30)
+    store.distrust(10, 1, "rank 1, corrupt")
+    assert [step for step in store.list_steps() if store.is_usable(step)] == [10]
+    ranks.publish(store, 15, generation=2)
+    assert store.prune(2) == [], "of four, two are usable, one has a label, and one is damaged"
+    ranks.publish(store, 18, generation=2)
+    assert store.prune(1) == [store.get_path(step) for step in (10, 15)]
+    ranks.publish(store, 30, generation=2)
+    assert store.is_usable(30) and store.prune(1) == [store.get_path(18)] and store.list_steps() == [20, 30]
+
+
+def test_the_checkpoints_that_a_fault_may_lead_back_to_are_kept(store, ranks):
+    for step in (0, 10, 20, 30, 40):
+        ranks.publish(store, step)
+    (store.get_path(20) / "rank-00001.safetensors").unlink()
+    assert store.prune(1, [25]) == [store.get_path(step) for step in (0, 20, 30)], "20 is damaged"
+    assert store.prune(1, [5]) == [store.get_path(10)], "there is none"
+    assert store.prune(1, [50, 60]) == [] and store.list_steps() == [40]
 
 
 def test_leftovers_are_removed_and_checkpoints_are_kept(store, ranks):

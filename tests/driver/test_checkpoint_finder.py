@@ -151,6 +151,23 @@ def test_what_a_rank_found_damaged_is_not_found_again(nodes) -> None:
         f"damaged checkpoint skipped: {nodes.store.get_path(12)}: {reason}",
         f"damaged checkpoint skipped: {reason}",
     }
+    FakeRanks.publish(nodes.store, 12, degree=2, generation=2)
+    assert nodes.find() == (12, None), "it was saved again"
+
+
+def test_a_local_checkpoint_that_a_faulty_rank_may_have_spoilt_is_skipped(nodes) -> None:
+    """None was uploaded to the run directory yet."""
+    for step in (8, 12):
+        nodes.save_local(step)
+    shutil.rmtree(nodes.store.root)
+    nodes.store.distrust(8, 1, "rank 1, faulty device")
+    assert nodes.find() == (8, BOTH)
+    (line,) = nodes.warnings
+    assert line.startswith("local checkpoint of step 12 skipped: saved after step 8, the last one known to be right")
+    nodes.store.distrust(0, 1, "rank 1, corrupt")
+    assert nodes.find() is None, "the run starts over"
+    nodes.save_local(12, generation=2)
+    assert nodes.find() == (12, BOTH)
 
 
 def test_without_a_manifest_nothing_is_asked_of_the_nodes(nodes) -> None:

@@ -12,6 +12,7 @@ import pytest
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.driver.checkpoint_publisher import CheckpointPublisher, Publication
+from raytrain_hpc.driver.run_setup import find_newest_checkpoint
 from raytrain_hpc.errors import LeaseLostError
 from tests.checkpoint.conftest import FakeRanks
 
@@ -21,11 +22,12 @@ RANKS = 2
 class Recorder:
     """A publisher for two ranks, and what it has called."""
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
+    def __init__(self, directory: Path, keep: int = 2, fallback_steps: list[int] | None = None) -> None:
         self.store, self.lease = CheckpointStore(directory / "checkpoints"), Lease.acquire(directory, "me")
         self.published: list[Publication] = []
         self.failed: list[tuple[int, str]] = []
         self.alarms: list[str] = []
+        self.fallback_steps = fallback_steps or []
         self.may_sync = threading.Event()
         self.may_sync.set()
         self.publisher = CheckpointPublisher(
@@ -37,6 +39,7 @@ class Recorder:
             self.published.append,
             lambda step, reason: self.failed.append((step, reason)),
             self.alarms.append,
+            lambda: self.fallback_steps,
         )
         self.publisher.begin_generation(1, RANKS)
 
@@ -45,6 +48,12 @@ class Recorder:
         for rank, report in enumerate(FakeRanks.write(self.store, step, RANKS, generation)):
             result: dict[str, Any] = {"error": error} if error and rank == 1 else {"shard": report.to_json()}
             self.publisher.add_report({"step": step, "rank": rank, "generation": generation, "seconds": 0.5, **result})
+
+    def save(self, step: int, *, generation: int = 1) -> None:
+        """Write and publish a step, as ranks and driver do."""
+        self.report(step, generation=generation)
+        self.publisher.publish_complete(step)
+        self.publisher.wait()
 
 
 @pytest.fixture
@@ -109,6 +118,49 @@ def test_while_storage_is_slow_only_the_checkpoints_that_would_be_kept_wait(make
     assert published in ([1, 3, 6, 7], [3, 6, 7])  # the first may have begun at once
     assert recorder.store.list_steps() == [3, 6, 7] and recorder.store.read_labels() == {"best": 3}
     assert not [path.name for path in recorder.store.root.iterdir() if path.name.startswith(".")]
+
+
+def test_a_fault_that_the_next_audit_finds_leaves_the_checkpoint_that_the_last_one_verified(make_recorder) -> None:
+    """Every 100 steps are audited, every 25 saved. What was saved since step 100 is not trusted after the fault."""
+    recorder = make_recorder(keep=3, fallback_steps=[0])
+    for step in range(25, 200, 25):
+        recorder.fallback_steps = [step // 100 * 100]
+        recorder.save(step)
+    recorder.store.distrust(100, 1, "rank 1, faulty device")
+    newest = find_newest_checkpoint(recorder.store, recorder.alarms.append)
+    assert newest is not None and newest.step == 100 and recorder.store.list_steps() == [100, 125, 150, 175]
+    recorder.publisher.begin_generation(2, RANKS)
+    for step, expected in ((110, [100, 110, 125, 150, 175]), (120, [100, 110, 120])):
+        recorder.save(step, generation=2)
+        assert recorder.store.list_steps() == expected
+    recorder.fallback_steps = [200]
+    for step in (200, 210):
+        recorder.save(step, generation=2)
+    assert recorder.store.list_steps() == [120, 200, 210], "that of the audit before is not needed any more"
+
+
+def test_a_run_that_starts_over_keeps_its_new_checkpoints(make_recorder) -> None:
+    recorder = make_recorder(keep=3, fallback_steps=[0])
+    for step in (70, 80, 90):
+        recorder.save(step)
+    recorder.store.distrust(0, 1, "rank 1, corrupt")
+    assert find_newest_checkpoint(recorder.store, recorder.alarms.append) is None
+    recorder.publisher.begin_generation(2, RANKS)
+    for step, expected in ((10, [10, 70, 80, 90]), (20, [10, 20, 70, 80, 90]), (30, [10, 20, 30])):
+        recorder.save(step, generation=2)
+        assert recorder.store.list_steps() == expected
+
+
+def test_a_verified_checkpoint_is_published_however_slow_storage_is(make_recorder) -> None:
+    recorder = make_recorder(keep=1)
+    recorder.may_sync.clear()
+    for step in range(1, 8):
+        recorder.fallback_steps = [step // 4 * 4]
+        recorder.report(step)
+        recorder.publisher.publish_complete(step)
+    recorder.may_sync.set()
+    recorder.publisher.wait()
+    assert recorder.store.list_steps() == [4, 7]
 
 
 def test_all_checkpoints_are_published_if_all_are_kept(make_recorder) -> None:

@@ -323,7 +323,8 @@ def test_a_run_in_this_process_goes_back_to_a_checkpoint_from_before_the_last_au
     words = [*BASE, *LLAMA, "cluster.workers=0", "train.steps=12", "eval.interval=0", "checkpoint.interval=3"]
     rt.train(make_small_config(tmp_path / "clean", *words), quiet=True)
     faults = "fault.inject=[{kind: bitflip_moment, rank: 0, step: 8, bit: 4}]"
-    result = rt.train(make_small_config(tmp_path / "fault", *words, "fault.audit_interval=4", faults), quiet=True)
+    words += ["fault.audit_interval=4", "checkpoint.keep=1"]
+    result = rt.train(make_small_config(tmp_path / "fault", *words, faults), quiet=True)
     assert (result.outcome, result.restarts) == ("done", 1)
     assert read_losses(tmp_path / "fault") == read_losses(tmp_path / "clean")
     (incident,) = [json.loads(line) for line in (tmp_path / "fault" / "incidents.jsonl").read_text().splitlines()]
