@@ -48,6 +48,11 @@ class TensorHashes:
         changed: list[int] = (hashes != self._recorded).nonzero().flatten().tolist()
         return names[changed[0]] if changed else None
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there are hashes to compare with."""
+        return self._recorded is not None
+
     def get_hashes(self) -> dict[str, Tensor]:
         """Return the hashes by name."""
         return {} if self._recorded is None else dict(zip(self._names[1:], self._recorded[1:], strict=True))
@@ -90,8 +95,11 @@ class MemoryAudits:
     def find_changed_state(self, *, after_passes: bool = False) -> str | None:
         """Return the name of the first tensor that has changed since `record_state`; None if none has.
 
-        Call before the passes of a step, and again after them.
+        Call before the passes of a step, and again after them. None if nothing was recorded: a step that is run by
+        itself, without a training loop.
         """
+        if not self._state.is_recorded:
+            return None
         changed = self._state.find_changed(self._shards)
         if not after_passes:
             changed = changed or self._buffer_state.find_changed(self._buffers)
