@@ -238,7 +238,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"changes_in_memory_is_found\[(?!zero3-4, recompute-bitflip_moment-0|hsdp-2x2-bitflip-31|"
         r"ep2 x zero3-2-bitflip_weight-11)",
         r"the_error_is_undone\[(?!zero1-2|ep2)",
-        r"before_the_first_step_is_found\[(weight-ddp|moment-zero3)",
+        r"before_the_first_step_is_found\[(ddp-2-weight|zero3-4, recompute-moment)",
         r"during_a_step_is_found\[(zero2-3-flip before|ddp-2-flip after)",
     ),
     "training/test_step_guard": (
