@@ -102,10 +102,11 @@ class CheckpointPublisher:
         self._reports: dict[int, dict[int, ShardReport | str]] = {}  # step -> rank -> report or error
         self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
         self._verified_steps: dict[int, int] = {}  # step -> the last one that audits had verified by then
-        self._labels: dict[int, list[str]] = {}  # of steps whose checkpoint is not published yet
+        self._labels: dict[int, list[str]] = {}  # step -> labels that are not written yet
         self._jobs: SimpleQueue[_Job | Callable[[], None] | None] = SimpleQueue()
         self._pending_steps: list[int] = []  # submitted, not finished
         self._waiting: list[_Job] = []  # submitted, not begun
+        self._lock = threading.Lock()  # of the labels, and of what they depend on: reports and waiting jobs
         self._num_jobs = 0  # submitted, not finished
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -128,9 +129,11 @@ class CheckpointPublisher:
 
     def add_labels(self, step: int, labels: Sequence[str]) -> None:
         """Label the checkpoint of `step`: when it is published, or at once if it is. A repeated step does so again."""
-        self._labels.setdefault(step, []).extend(labels)
-        if step not in self._reports and step not in self._pending_steps:
-            self._submit(lambda: self._apply_labels(step) if step in self._store.list_steps() else None)
+        with self._lock:
+            self._labels.setdefault(step, []).extend(labels)
+            for job in self._waiting:
+                job.is_superseded = job.is_superseded and job.step != step
+        self._submit(self._apply_labels)  # after its publication, if that is under way
 
     def publish_complete(self, committed_step: int) -> None:
         """Start to publish every checkpoint up to `committed_step` that all ranks have written.
@@ -139,25 +142,29 @@ class CheckpointPublisher:
         """
         self.raise_error()
         for step in sorted(self._reports):
-            if len(self._reports[step]) < self._world_size or step > committed_step:
-                continue
-            reports, write_s = self._reports.pop(step), self._write_s.pop(step)
-            verified_step = self._verified_steps.pop(step)
-            errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
-            if errors:
-                first_rank = min(errors)
-                more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-                self._submit(self._make_discard(step, f"rank {first_rank}{more}: {errors[first_rank]}"))
-                continue
-            shards = [report for report in reports.values() if not isinstance(report, str)]
-            self._pending_steps.append(step)
-            job = _Job(step, self._generation, shards, write_s, verified_step)
-            self._waiting.append(job)
-            self._supersede()
-            self._submit(job)
+            if len(self._reports[step]) == self._world_size and step <= committed_step:
+                with self._lock:
+                    job = self._take_reports(step)
+                self._submit(job)
+
+    def _take_reports(self, step: int) -> _Job | Callable[[], None]:
+        """Return what is to be done with the files of a step that all ranks have reported. Call under the lock."""
+        reports, write_s = self._reports.pop(step), self._write_s.pop(step)
+        verified_step = self._verified_steps.pop(step)
+        errors = {rank: report for rank, report in reports.items() if isinstance(report, str)}
+        if errors:
+            first_rank = min(errors)
+            more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+            return self._make_discard(step, f"rank {first_rank}{more}: {errors[first_rank]}")
+        shards = [report for report in reports.values() if not isinstance(report, str)]
+        self._pending_steps.append(step)
+        job = _Job(step, self._generation, shards, write_s, verified_step)
+        self._waiting.append(job)
+        self._supersede()
+        return job
 
     def _supersede(self) -> None:
-        """Mark the waiting checkpoints that would be deleted as soon as they are published."""
+        """Mark the waiting checkpoints that would be deleted as soon as they are published. Call under the lock."""
         if self._keep:
             kept = select_kept_steps((job.step for job in self._waiting), self._keep, self._get_fallback_steps())
             for job in self._waiting:
@@ -209,7 +216,8 @@ class CheckpointPublisher:
                     self._idle.notify_all()
 
     def _publish(self, job: _Job) -> None:
-        self._waiting.remove(job)
+        with self._lock:
+            self._waiting.remove(job)
         if job.is_superseded:
             self._store.discard(job.step, job.generation)
             return
@@ -225,7 +233,7 @@ class CheckpointPublisher:
             self._discard(job.step, job.generation, str(error))
             return
         self._on_published(Publication(job.step, path, job.write_s, time.perf_counter() - start))
-        self._apply_labels(job.step)
+        self._apply_labels()  # of older checkpoints too: one may have come since, and must be written before they go
         try:
             self._store.prune(self._keep, self._get_fallback_steps())
         except CheckpointError as error:
@@ -239,5 +247,16 @@ class CheckpointPublisher:
         self._store.discard(step, generation)
         self._on_failed(step, reason)
 
-    def _apply_labels(self, step: int) -> None:
-        self._store.set_labels(step, self._labels.pop(step, ()))
+    def _apply_labels(self) -> None:
+        """Write the labels of published checkpoints. Those of others wait. Raises CheckpointError if storage fails."""
+        with self._lock:
+            unpublished = self._reports.keys() | {job.step for job in self._waiting}
+            labels = {step: tuple(names) for step, names in self._labels.items() if step not in unpublished}
+        published = set(self._store.list_steps()) if labels else ()
+        for step, names in labels.items():
+            if step in published:
+                self._store.set_labels(step, names)
+                with self._lock:  # more may have come meanwhile
+                    self._labels[step] = self._labels[step][len(names) :]
+                    if not self._labels[step]:
+                        del self._labels[step]

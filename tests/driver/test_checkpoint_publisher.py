@@ -13,7 +13,7 @@ from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.driver.checkpoint_publisher import CheckpointPublisher, Publication
 from raytrain_hpc.driver.run_setup import find_newest_checkpoint
-from raytrain_hpc.errors import LeaseLostError
+from raytrain_hpc.errors import CheckpointError, LeaseLostError
 from tests.checkpoint.conftest import FakeRanks
 
 RANKS = 2
@@ -161,6 +161,55 @@ def test_a_verified_checkpoint_is_published_however_slow_storage_is(make_recorde
     recorder.may_sync.set()
     recorder.publisher.wait()
     assert recorder.store.list_steps() == [4, 7]
+
+
+def test_a_label_that_comes_while_old_checkpoints_are_deleted_is_written(make_recorder, monkeypatch) -> None:
+    """The next checkpoint, whose publication deletes older ones, is complete by then."""
+    recorder, prune = make_recorder(keep=1), CheckpointStore.prune
+
+    def prune_during_request(store: CheckpointStore, *arguments: Any) -> list[Any]:
+        if store.list_steps() == [1]:
+            recorder.report(2)
+            recorder.publisher.publish_complete(2)
+            recorder.publisher.add_labels(1, ["best"])
+        return prune(store, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "prune", prune_during_request)
+    for step in (1, 3):
+        recorder.save(step)
+    assert recorder.store.read_labels() == {"best": 1} and recorder.store.list_steps() == [1, 3]
+
+
+def test_a_checkpoint_that_is_labelled_while_it_waits_is_published(make_recorder) -> None:
+    recorder = make_recorder(keep=1)
+    recorder.may_sync.clear()
+    for step in range(1, 6):
+        recorder.report(step)
+        recorder.publisher.publish_complete(step)
+    recorder.publisher.add_labels(3, ["best"])
+    recorder.may_sync.set()
+    recorder.publisher.wait()
+    assert recorder.store.read_labels() == {"best": 3} and recorder.store.list_steps() == [3, 5]
+
+
+def test_a_label_that_cannot_be_written_is_written_before_its_checkpoint_is_deleted(make_recorder, monkeypatch) -> None:
+    recorder, set_labels, calls = make_recorder(keep=1), CheckpointStore.set_labels, []
+
+    def fail_twice(store: CheckpointStore, *arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) < 3:
+            raise CheckpointError("the disk is full")
+        set_labels(store, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "set_labels", fail_twice)
+    recorder.save(1)
+    recorder.publisher.add_labels(1, ["best"])
+    for step, expected in ((2, [1, 2]), (3, [1, 3])):
+        recorder.save(step)
+        assert recorder.store.list_steps() == expected
+    assert (
+        recorder.store.read_labels() == {"best": 1} and recorder.alarms == ["the disk is full; the run continues"] * 2
+    )
 
 
 def test_all_checkpoints_are_published_if_all_are_kept(make_recorder) -> None:
