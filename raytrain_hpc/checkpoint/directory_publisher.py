@@ -18,6 +18,7 @@ from raytrain_hpc.checkpoint.manifest import MANIFEST_FILE
 from raytrain_hpc.checkpoint.verification import get_step_name
 from raytrain_hpc.errors import CheckpointError
 
+_STAGING_PATTERN = re.compile(r"\.staging-step-(\d+)-g(\d+)")
 _REPLACED_PATTERN = re.compile(r"\.replaced-(step-\d+)")
 
 
@@ -51,6 +52,12 @@ class DirectoryPublisher:
     def discard(self, step: int, generation: int) -> None:
         """Delete the staging directory."""
         shutil.rmtree(self.get_staging_path(step, generation), ignore_errors=True)
+
+    def list_abandoned(self, generation: int) -> list[tuple[int, int]]:
+        """Return step and generation of the staging directories of earlier generations. Raises OSError."""
+        names = (path.name for path in self._root.iterdir()) if self._root.is_dir() else ()
+        keys = [(int(match[1]), int(match[2])) for name in names if (match := _STAGING_PATTERN.fullmatch(name))]
+        return [key for key in keys if key[1] < generation]
 
     def publish(self, step: int, generation: int, manifest: Mapping[str, Any], pre_publish: Callable[[], None]) -> None:
         """Write the manifest, call `pre_publish`, and rename the staging directory. Raises OSError."""

@@ -88,6 +88,10 @@ class LocalCatalog:
     def discard(self, step: int, generation: int) -> None:
         """Do nothing: unfinished files are on the nodes, which delete them when the next generation starts."""
 
+    def list_abandoned(self, generation: int) -> list[tuple[int, int]]:
+        """Return nothing, for the same reason."""
+        return []
+
     def set_labels(self, step: int, labels: Sequence[str]) -> None:
         """Do nothing: a checkpoint with a label is one in the run directory."""
 

@@ -10,6 +10,7 @@ is created only if there is none, or replaces the version that was read: of two 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,9 @@ from raytrain_hpc.checkpoint.verification import get_step_name
 from raytrain_hpc.errors import CheckpointCorruptedError, CheckpointError
 from raytrain_hpc.storage.object_path import ObjectPath
 from raytrain_hpc.storage.unfinished_uploads import abort_unfinished_uploads
+
+_STEP_PATTERN = re.compile(r"step-(\d{8,})")
+_GENERATION_PATTERN = re.compile(r"g(\d+)")
 
 
 class ObjectPublisher:
@@ -44,6 +48,28 @@ class ObjectPublisher:
         with suppress(OSError):
             self.get_staging_path(step, generation).delete_tree()
 
+    def list_abandoned(self, generation: int) -> list[tuple[int, int]]:
+        """Return step and generation of files of earlier generations that no manifest refers to. Raises OSError."""
+        abandoned = []
+        for name in self._root.list_directory()[0]:
+            path = self._root / name
+            step = _STEP_PATTERN.fullmatch(name)
+            matches = [_GENERATION_PATTERN.fullmatch(directory) for directory in path.list_directory()[0]]
+            earlier = [int(match[1]) for match in matches if match and int(match[1]) < generation]
+            if step and earlier and (published := self._find_published_directory(path)) is not None:
+                keys = [(int(step[1]), number) for number in earlier]
+                abandoned += [key for key in keys if self.get_files_directory(key[1]) != published]
+        return abandoned
+
+    def _find_published_directory(self, path: ObjectPath) -> str | None:
+        """Return the directory that the manifest of a step refers to; "" without one, None if it is damaged."""
+        if not (path / MANIFEST_FILE).is_file():
+            return ""
+        try:
+            return read_manifest(path).files_path.name
+        except CheckpointCorruptedError:
+            return None  # reported when the newest valid checkpoint is looked for; nothing is deleted before
+
     def publish(self, step: int, generation: int, manifest: Mapping[str, Any], pre_publish: Callable[[], None]) -> None:
         """Call `pre_publish` and write the manifest, on condition; then delete the files of the one it replaces.
 
@@ -63,7 +89,7 @@ class ObjectPublisher:
                 raise
         if version is not None:
             with suppress(OSError):
-                self._delete_other_generations(step, self.get_files_directory(generation))
+                self._delete_other_generations(self._root / get_step_name(step), self.get_files_directory(generation))
 
     def is_unfinished(self, step: int) -> bool:
         """Return whether the files of a step have no manifest. Raises OSError."""
@@ -88,17 +114,13 @@ class ObjectPublisher:
             raise CheckpointError(f"{self._root}: leftovers cannot be removed: {error.strerror}") from error
 
     def _remove_unreferenced(self, path: ObjectPath) -> None:
-        if not (path / MANIFEST_FILE).is_file():
+        published = self._find_published_directory(path)
+        if published == "":
             path.delete_tree()
-            return
-        try:
-            checkpoint = read_manifest(path)
-        except CheckpointCorruptedError:
-            return  # reported when the newest valid checkpoint is looked for; nothing is deleted before
-        self._delete_other_generations(checkpoint.step, checkpoint.files_path.name)
+        elif published is not None:
+            self._delete_other_generations(path, published)
 
-    def _delete_other_generations(self, step: int, kept_directory: str) -> None:
-        path = self._root / get_step_name(step)
+    def _delete_other_generations(self, path: ObjectPath, kept_directory: str) -> None:
         for name in path.list_directory()[0]:
             if name != kept_directory:
                 (path / name).delete_tree()

@@ -59,6 +59,9 @@ class Publisher(Protocol):
     def discard(self, step: int, generation: int) -> None:
         """Delete what the ranks have written. Never raises."""
 
+    def list_abandoned(self, generation: int) -> list[tuple[int, int]]:
+        """Return step and generation of the unpublished files of generations before `generation`. Raises OSError."""
+
     def publish(self, step: int, generation: int, manifest: Mapping[str, Any], pre_publish: Callable[[], None]) -> None:
         """Publish what the ranks have written, in one operation, replacing an earlier checkpoint. Raises OSError.
 
@@ -98,6 +101,15 @@ class CheckpointStore:
     def discard(self, step: int, generation: int) -> None:
         """Delete the staging directory of an unfinished checkpoint. Call if a rank could not write its shard."""
         self._publisher.discard(step, generation)
+
+    def list_abandoned(self, generation: int) -> list[tuple[int, int]]:
+        """Return step and generation of the unpublished files of generations before `generation`, for `discard`.
+
+        Call when no checkpoint of those is to be published any more. A rank of theirs may still write: its report is
+        ignored. Raises CheckpointError if storage fails.
+        """
+        with self._translate_errors():
+            return self._publisher.list_abandoned(generation)
 
     def publish(
         self,

@@ -42,6 +42,9 @@ class PublicationTarget(Protocol):
     def discard(self, step: int, generation: int) -> None:
         """Delete the files of a step that cannot be published."""
 
+    def list_abandoned(self, generation: int) -> list[tuple[int, int]]:
+        """Return step and generation of the unpublished files of generations before `generation`."""
+
     def list_steps(self) -> list[int]:
         """Return the steps of all checkpoints, ascending."""
 
@@ -53,6 +56,13 @@ class PublicationTarget(Protocol):
 
         For each of `fallback_steps`, the newest one that is not newer is kept too.
         """
+
+
+@dataclass(frozen=True)
+class _Cleaning:
+    """Deletion of what ranks of generations before `generation` have written and will not publish."""
+
+    generation: int
 
 
 @dataclass
@@ -69,7 +79,8 @@ class CheckpointPublisher:
     """Collects the shard reports of ranks, and publishes a checkpoint when all ranks have written their shards.
 
     A thread publishes, labels and prunes, one checkpoint after the other. If storage is slower than the checkpoints
-    come, those that would be pruned at once are not published. Not thread-safe, except for the callbacks, which it
+    come, those that would be pruned at once are not published. When nothing else is to be done, it deletes what earlier
+    generations have left unfinished, which nobody waits for. Not thread-safe, except for the callbacks, which it
     calls from its thread: `on_published(publication)`, `on_failed(step, reason)`, `alarm(line)`.
     """
 
@@ -103,17 +114,24 @@ class CheckpointPublisher:
         self._write_s: dict[int, float] = {}  # step -> seconds of its slowest rank
         self._verified_steps: dict[int, int] = {}  # step -> the last one that audits had verified by then
         self._labels: dict[int, list[str]] = {}  # step -> labels that are not written yet
-        self._jobs: SimpleQueue[_Job | Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | _Cleaning | Callable[[], None] | None] = SimpleQueue()
         self._pending_steps: list[int] = []  # submitted, not finished
         self._waiting: list[_Job] = []  # submitted, not begun
         self._lock = threading.Lock()  # of the labels, and of what they depend on: reports and waiting jobs
-        self._num_jobs = 0  # submitted, not finished
+        self._num_jobs = 0  # submitted, not finished, without cleaning
+        self._abandoned: list[tuple[int, int]] = []  # step and generation of files that are to be deleted
+        self._publishing_generation = 0  # the last one of which a checkpoint was published
         self._idle = threading.Condition()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def begin_generation(self, generation: int, world_size: int) -> None:
-        """Discard incomplete checkpoints of earlier generations. Those that are complete are still published."""
+        """Discard incomplete checkpoints of earlier generations. Those that are complete are still published.
+
+        Their files are deleted later: it takes time, and recovery does not need the space.
+        """
+        if self._generation:  # the driver has removed what earlier drivers left
+            self._clean(generation)
         self._generation, self._world_size = generation, world_size
         self._reports, self._write_s, self._verified_steps = {}, {}, {}
 
@@ -193,27 +211,46 @@ class CheckpointPublisher:
             self._thread = None
 
     def _submit(self, job: _Job | Callable[[], None]) -> None:
+        with self._idle:
+            self._num_jobs += 1
+        self._put(job)
+
+    def _clean(self, generation: int) -> None:
+        """Delete the unfinished files of generations before `generation`, after the publications that were submitted.
+
+        Their ranks cannot publish: a file that one still writes is deleted with its directory, or when the new
+        generation has published its first checkpoint.
+        """
+        self._put(_Cleaning(generation))
+
+    def _put(self, job: _Job | _Cleaning | Callable[[], None]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="checkpoint-publisher", daemon=True)
             self._thread.start()
-        with self._idle:
-            self._num_jobs += 1
         self._jobs.put(job)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
+            self._run_job(job)
+            while self._abandoned and self._jobs.empty():
+                self._store.discard(*self._abandoned.pop())
+
+    def _run_job(self, job: _Job | _Cleaning | Callable[[], None]) -> None:
+        try:
+            if isinstance(job, _Cleaning):
+                self._abandoned = list({*self._abandoned, *self._store.list_abandoned(job.generation)})
+            else:
                 self._publish(job) if isinstance(job, _Job) else job()
-            except CheckpointError as error:
-                self._alarm(f"{error}; the run continues")
-            except Exception as error:  # a lost lease, or a defect: `raise_error` raises it in the driver's thread
-                self._error = self._error or error
-            finally:
-                with self._idle:
-                    self._num_jobs -= 1
-                    if isinstance(job, _Job):
-                        self._pending_steps.remove(job.step)
-                    self._idle.notify_all()
+        except CheckpointError as error:
+            self._alarm(f"{error}; the run continues")
+        except Exception as error:  # a lost lease, or a defect: `raise_error` raises it in the driver's thread
+            self._error = self._error or error
+        finally:
+            with self._idle:
+                self._num_jobs -= not isinstance(job, _Cleaning)
+                if isinstance(job, _Job):
+                    self._pending_steps.remove(job.step)
+                self._idle.notify_all()
 
     def _publish(self, job: _Job) -> None:
         with self._lock:
@@ -234,6 +271,9 @@ class CheckpointPublisher:
             return
         self._on_published(Publication(job.step, path, job.write_s, time.perf_counter() - start))
         self._apply_labels()  # of older checkpoints too: one may have come since, and must be written before they go
+        if job.generation > self._publishing_generation:
+            self._publishing_generation = job.generation
+            self._clean(job.generation)
         try:
             self._store.prune(self._keep, self._get_fallback_steps())
         except CheckpointError as error:

@@ -193,6 +193,22 @@ def test_leftovers_are_removed_and_checkpoints_are_kept(store, s3):
     assert_content(find_newest(store)[0])
 
 
+def test_files_that_earlier_generations_have_abandoned_are_found(store, s3):
+    FakeRanks.publish(store, 1, generation=2)
+    for step, generation in ((1, 1), (1, 3), (1, 5), (2, 4), (2, 5), (3, 10)):
+        FakeRanks.write(store, step, generation=generation)
+    damaged = FakeRanks.publish(store, 4, generation=1)
+    FakeRanks.write(store, 4, generation=2)
+    (damaged / "manifest.json").write_bytes(b"{}")
+    assert store.list_abandoned(5) == [(1, 1), (1, 3), (2, 4)]
+    for key in store.list_abandoned(5):
+        store.discard(*key)
+    directories = {key.split("/", 3)[3].rpartition("/")[0] for key in s3.list_keys(ROOT) if key.endswith("safetensors")}
+    assert sorted(directories) == [
+        f"step-{step:08}/g{generation}" for step, generation in ((1, 2), (1, 5), (2, 5), (3, 10), (4, 1), (4, 2))
+    ]
+
+
 def test_a_deletion_that_is_interrupted_leaves_a_leftover_not_a_damaged_checkpoint(store, s3):
     FakeRanks.publish(store, 1)
     FakeRanks.publish(store, 2)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytrain_hpc.checkpoint.lease import Lease
+from raytrain_hpc.checkpoint.manifest import ShardReport
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.driver.checkpoint_publisher import CheckpointPublisher, Publication
 from raytrain_hpc.driver.run_setup import find_newest_checkpoint
@@ -43,9 +45,11 @@ class Recorder:
         )
         self.publisher.begin_generation(1, RANKS)
 
-    def report(self, step: int, *, generation: int = 1, error: str = "") -> None:
+    def report(
+        self, step: int, *, generation: int = 1, error: str = "", shards: Sequence[ShardReport] | None = None
+    ) -> None:
         """Write the shards of a step and add the reports of both ranks; rank 1 fails if `error` is given."""
-        for rank, report in enumerate(FakeRanks.write(self.store, step, RANKS, generation)):
+        for rank, report in enumerate(shards or FakeRanks.write(self.store, step, RANKS, generation)):
             result: dict[str, Any] = {"error": error} if error and rank == 1 else {"shard": report.to_json()}
             self.publisher.add_report({"step": step, "rank": rank, "generation": generation, "seconds": 0.5, **result})
 
@@ -89,11 +93,65 @@ def test_complete_checkpoints_of_committed_steps_are_published_in_order(make_rec
 def test_incomplete_checkpoints_of_an_earlier_generation_are_dropped(make_recorder) -> None:
     recorder = make_recorder()
     recorder.report(3)
+    shards = FakeRanks.write(recorder.store, 4, RANKS, 1)
     recorder.publisher.begin_generation(2, RANKS)
-    recorder.report(4, generation=1)
+    recorder.report(4, generation=1, shards=shards)
     recorder.publisher.publish_complete(9)
     recorder.publisher.wait()
     assert recorder.store.list_steps() == []
+
+
+def list_staging(recorder: Recorder) -> list[str]:
+    return sorted(path.name for path in recorder.store.root.iterdir() if path.name.startswith(".staging"))
+
+
+def wait_for_staging(recorder: Recorder, expected: list[str]) -> None:
+    deadline = time.monotonic() + 20
+    while list_staging(recorder) != expected and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert list_staging(recorder) == expected
+
+
+def test_files_of_interrupted_saves_are_deleted_by_the_next_generation(make_recorder) -> None:
+    """Four faults during a save: each left up to a whole checkpoint. Complete ones are still published."""
+    recorder = make_recorder()
+    for generation in range(1, 5):
+        recorder.report(10, generation=generation)
+        FakeRanks.write(recorder.store, 20, RANKS, generation)  # without reports
+        recorder.publisher.publish_complete(10)
+        recorder.publisher.begin_generation(generation + 1, RANKS)
+        FakeRanks.write(recorder.store, 15, RANKS, generation + 1)
+        wait_for_staging(recorder, [f".staging-step-00000015-g{generation + 1}"])
+    assert [publication.step for publication in recorder.published] == [10] * 4
+    FakeRanks.write(recorder.store, 20, RANKS, 4)  # a rank that was still writing
+    recorder.save(25, generation=5)
+    wait_for_staging(recorder, [".staging-step-00000015-g5"])
+    assert recorder.store.list_steps() == [10, 25] and not recorder.failed and not recorder.alarms
+
+
+def test_nobody_waits_for_the_deletion_of_unfinished_files(make_recorder, monkeypatch) -> None:
+    """A publication comes before the next directory, too."""
+    recorder, discard = make_recorder(), CheckpointStore.discard
+    is_deleting, may_delete, discarded = threading.Event(), threading.Event(), []
+
+    def discard_slowly(store: CheckpointStore, step: int, generation: int) -> None:
+        is_deleting.set()
+        assert may_delete.wait(20)
+        discarded.append((step, recorder.store.list_steps()))
+        discard(store, step, generation)
+
+    monkeypatch.setattr(CheckpointStore, "discard", discard_slowly)
+    for step in (3, 5):
+        FakeRanks.write(recorder.store, step, RANKS, 1)
+    recorder.publisher.begin_generation(2, RANKS)
+    assert is_deleting.wait(20)
+    recorder.publisher.wait()
+    recorder.report(7, generation=2)
+    recorder.publisher.publish_complete(7)
+    may_delete.set()
+    recorder.publisher.wait()
+    wait_for_staging(recorder, [])
+    assert [steps for _, steps in discarded] == [[], [7]] and {step for step, _ in discarded} == {3, 5}
 
 
 def test_the_error_of_a_rank_is_reported_and_its_checkpoint_discarded(make_recorder) -> None:
