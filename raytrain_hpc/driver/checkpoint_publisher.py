@@ -80,7 +80,7 @@ class CheckpointPublisher:
 
     A thread publishes, labels and prunes, one checkpoint after the other. If storage is slower than the checkpoints
     come, those that would be pruned at once are not published. When nothing else is to be done, it deletes what earlier
-    generations have left unfinished, which nobody waits for. Not thread-safe, except for the callbacks, which it
+    generations have left unfinished, without delaying anything. Not thread-safe, except for the callbacks, which it
     calls from its thread: `on_published(publication)`, `on_failed(step, reason)`, `alarm(line)`.
     """
 
