@@ -81,6 +81,8 @@ def test_axes_left_to_the_planner_are_chosen_again(
     The state is resharded in memory.
     """
     words = ["train.global_batch_size=2", "train.micro_batch_size=1", "train.dtype=fp64", "train.deterministic=false"]
+    if cluster.num_nodes == 1:  # no other test has added one
+        cluster.send("add")
     run = start(*words, "parallel.tp=[1,2]")
     run.wait_for_size(2)
     cluster.send("add")

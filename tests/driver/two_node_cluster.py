@@ -33,7 +33,7 @@ class TwoNodeCluster:
 
     `stored`: the head keeps its state in Redis, so that it survives a restart of the head. `cpus`: of each node
     at the start. The environment of a node has NODE_NUMBER, counted from 1 for the first. `python`: with which workers
-    are started.
+    are started. `num_nodes`: that have not been lost.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TwoNodeCluster:
         )
         self.env = env | {"RAY_ADDRESS": self._read_reply()}
         self._processes = {self._process.pid: psutil.Process(self._process.pid)}
-        self._python = python
+        self._python, self.num_nodes = python, len(cpus)
 
     def send(self, word: str) -> str:
         """Carry out one command, and return the id of the node that it concerns.
@@ -64,6 +64,7 @@ class TwoNodeCluster:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
+        self.num_nodes += word.startswith("add") - (word == "lose")
         return self._read_reply()
 
     def find_workers(self, title: str) -> list[psutil.Process]:
