@@ -17,7 +17,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
 
-TESTS = "tests/training/test_step_audits.py"
+TESTS = ["tests/training/test_step_audits.py", "tests/training/test_state_audits.py"]
 SELECTION = "transient_fault or state_that_changes_in_memory"
 CASE = re.compile(r"\[(?P<layout>.+)-(?P<surface>[a-z_]+)-\d+\]$")
 REPLACED = {"bitflip_weight": "weight", "bitflip_moment": "moment", "bitflip": "updated weight"}  # the rank is
@@ -28,7 +28,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory) / "results.xml"
         options = ["--extended", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", "-k", SELECTION]
-        subprocess.run([sys.executable, "-m", "pytest", TESTS, *options], stdout=sys.stderr, check=False)
+        subprocess.run([sys.executable, "-m", "pytest", *TESTS, *options], stdout=sys.stderr, check=False)
         cases = list(ElementTree.parse(results).iter("testcase"))
     right, total = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], int](int)
     layouts, surfaces = dict[str, None](), dict[str, None]()
