@@ -96,10 +96,20 @@ class ObjectPublisher:
         return not (self._root / get_step_name(step) / MANIFEST_FILE).is_file()
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint, the manifest first: if this is interrupted, the rest is a leftover. Raises OSError."""
+        """Delete a checkpoint, the manifest first: if this is interrupted, the rest is a leftover. Raises OSError.
+
+        What later generations than that of the manifest have uploaded is spared: they may be saving the step again.
+        """
         path = self._root / get_step_name(step)
+        match = _GENERATION_PATTERN.fullmatch(self._find_published_directory(path) or "")
         (path / MANIFEST_FILE).delete()
-        path.delete_tree()
+        if match is None:
+            path.delete_tree()
+            return
+        for name in path.list_directory()[0]:
+            other = _GENERATION_PATTERN.fullmatch(name)
+            if other is None or int(other[1]) <= int(match[1]):
+                (path / name).delete_tree()
 
     def remove_leftovers(self) -> None:
         """Remove files that no manifest refers to: of unfinished checkpoints, deletions and replacements.

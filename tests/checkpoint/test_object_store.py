@@ -209,6 +209,18 @@ def test_files_that_earlier_generations_have_abandoned_are_found(store, s3):
     ]
 
 
+def test_a_deletion_spares_what_a_later_generation_uploads(store, s3):
+    """A step that is not trusted any more may be deleted while it is saved again."""
+    for step in (60, 70, 80):
+        FakeRanks.publish(store, step)
+    store.distrust(60, 1, "rank 1, corrupt")
+    reports = FakeRanks.write(store, 80, generation=10)
+    assert store.prune(1) == [store.get_path(70), store.get_path(80)] and store.list_steps() == [60]
+    assert not s3.list_keys(f"{ROOT}/step-00000070/") and not s3.list_keys(f"{ROOT}/step-00000080/g1/")
+    store.publish(80, 10, reports, {"data": {"next_sample": 80 * 32}}, lambda: None)
+    assert_content(find_newest(store)[0])
+
+
 def test_a_deletion_that_is_interrupted_leaves_a_leftover_not_a_damaged_checkpoint(store, s3):
     FakeRanks.publish(store, 1)
     FakeRanks.publish(store, 2)
