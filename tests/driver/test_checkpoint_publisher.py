@@ -53,10 +53,14 @@ class Recorder:
             result: dict[str, Any] = {"error": error} if error and rank == 1 else {"shard": report.to_json()}
             self.publisher.add_report({"step": step, "rank": rank, "generation": generation, "seconds": 0.5, **result})
 
-    def save(self, step: int, *, generation: int = 1) -> None:
-        """Write and publish a step, as ranks and driver do."""
+    def submit(self, step: int, *, generation: int = 1) -> None:
+        """Write a step and let the publisher publish it, as ranks and driver do."""
         self.report(step, generation=generation)
         self.publisher.publish_complete(step)
+
+    def save(self, step: int, *, generation: int = 1) -> None:
+        """Write a step, and wait until it is published."""
+        self.submit(step, generation=generation)
         self.publisher.wait()
 
 
@@ -242,8 +246,7 @@ def test_a_checkpoint_that_is_labelled_while_it_waits_is_published(make_recorder
     recorder = make_recorder(keep=1)
     recorder.may_sync.clear()
     for step in range(1, 6):
-        recorder.report(step)
-        recorder.publisher.publish_complete(step)
+        recorder.submit(step)
     recorder.publisher.add_labels(3, ["best"])
     recorder.may_sync.set()
     recorder.publisher.wait()
@@ -274,8 +277,7 @@ def test_all_checkpoints_are_published_if_all_are_kept(make_recorder) -> None:
     recorder = make_recorder(keep=0)
     recorder.may_sync.clear()
     for step in range(1, 6):
-        recorder.report(step)
-        recorder.publisher.publish_complete(step)
+        recorder.submit(step)
     recorder.may_sync.set()
     recorder.publisher.wait()
     assert recorder.store.list_steps() == [1, 2, 3, 4, 5]
