@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 from raytrain_hpc.config.field import AUTO, Auto
 from raytrain_hpc.planner.layout import Layout
 
 MAX_AUTO_COST = 0.01  # of the time of the steps, for audit_interval=auto
-_RELATIVE_COST = 1.25  # of the passes of an audit, with hashes, over those of one microbatch in a step
+PASSES_COST = 1.25  # of those of an audit, with hashes, over those of one microbatch in a step
 _REDUCTION_AND_UPDATE_COST = 1.0  # of the rest of an audit, over a step; less if its passes take most of the time
 
 
@@ -36,13 +36,13 @@ class Audit:
         return (rank + (self.shift if shift is None else shift)) % len(self.microbatches)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AuditSchedule:
     """The audits of a run in one layout.
 
-    `interval`: steps between two audits, 0: none. `ranks_per_unit`: ranks that compute their microbatches together,
-    since they share experts; those of one unit are audited by those of another, at the same places. `more_steps`:
-    committed steps after which the next one is audited too.
+    `interval`: steps between two audits, 0: none; `set_interval` changes it. `ranks_per_unit`: ranks that compute their
+    microbatches together, since they share experts; those of one unit are audited by those of another, at the same
+    places. `more_steps`: committed steps after which the next one is audited too.
     """
 
     interval: int
@@ -50,10 +50,22 @@ class AuditSchedule:
     microbatches_by_rank: tuple[range, ...]
     ranks_per_unit: int = 1
     more_steps: frozenset[int] = frozenset()
+    _first_step: int = field(default=0, init=False)  # from which the interval holds
+    _first_number: int = field(default=0, init=False)  # of the audit before it
 
     def is_due(self, step: int) -> bool:
         """Return whether the step after `step` committed ones is audited."""
-        return self.interval > 0 and ((step + 1) % self.interval == 0 or step in self.more_steps)
+        if not self.interval:
+            return False
+        return (step + 1 - self._first_step) % self.interval == 0 or step in self.more_steps
+
+    def set_interval(self, step: int, interval: int) -> None:
+        """Change the interval, from the audit of the step after `step` committed ones on. Call alike on all ranks."""
+        self._first_number = self._get_number(step)
+        self._first_step, self.interval = step + 1, interval
+
+    def _get_number(self, step: int) -> int:
+        return self._first_number + (step + 1 - self._first_step) // self.interval
 
     @property
     def has_other_ranks(self) -> bool:
@@ -74,7 +86,7 @@ class AuditSchedule:
 
         Among as many audits in a row as there are shifts, each rank meets each other one; microbatches are random.
         """
-        number = (step + 1) // self.interval
+        number = self._get_number(step)
         period, position = divmod(number, len(self.shifts))
         order = list(self.shifts)
         _make_generator(self.seed, "shifts", period).shuffle(order)
@@ -94,11 +106,11 @@ class AuditSchedule:
 
 
 def choose_interval(setting: int | Auto, microbatches_by_rank: Sequence[range]) -> int:
-    """Return the steps between two audits. auto: as few as cost at most 1 % of the time of the steps."""
+    """Return the steps between two audits. auto: at first; see `audit_cost.adapt_interval`, which knows the cost."""
     if setting != AUTO:
         return int(setting)
     fewest = min(len(of_rank) for of_rank in microbatches_by_rank)
-    return ceil((_RELATIVE_COST / fewest + _REDUCTION_AND_UPDATE_COST) / MAX_AUTO_COST)
+    return ceil((PASSES_COST / fewest + _REDUCTION_AND_UPDATE_COST) / MAX_AUTO_COST)
 
 
 def count_ranks_per_unit(layout: Layout) -> int:

@@ -36,7 +36,7 @@ from raytrain_hpc.storage.location import parse_location
 from raytrain_hpc.torch_device import set_device
 from raytrain_hpc.torch_private import load_dynamo, load_symbolic_shapes
 from raytrain_hpc.training.attention_kernel import configure_attention, log_attention_kernel
-from raytrain_hpc.training.audit_callbacks import StateHashes, UpdatedState
+from raytrain_hpc.training.audit_callbacks import build_audit_callbacks
 from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
@@ -65,7 +65,7 @@ from raytrain_hpc.training.state_builder import (
 )
 from raytrain_hpc.training.state_loader import CheckpointRollback, get_source_state, restore_state
 from raytrain_hpc.training.step_audits import StepAudits, build_audits
-from raytrain_hpc.training.step_callbacks import AuditedState, EvaluationSchedule, RankStatistics
+from raytrain_hpc.training.step_callbacks import EvaluationSchedule, RankStatistics
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics
@@ -146,7 +146,7 @@ def _build_with_callbacks(
     exchange = WeightExchange(callbacks.context, model, state, callback_state, snapshots, checkpointer)
     callbacks.context.exchange_weights = exchange
     callbacks.add(*_build_trainer_callbacks(spec, model, context, evaluator, audits))
-    callbacks.add(*_build_audit_callbacks(audits, replica_check, snapshots, checkpointer))
+    callbacks.add(*build_audit_callbacks(audits, spec, replica_check, snapshots, checkpointer, emit))
     rollback = _build_rollback(spec, state, peer_info, context, store, checkpointer, optimizer, callback_state)
     return Trainer(
         spec.config,
@@ -376,16 +376,6 @@ def _build_trainer_callbacks(
         rate = spec.model_spec.expert_bias_rate
         callbacks.append(ExpertBias(model.modules.values(), rate, context.batch_group, audits))
     return callbacks
-
-
-def _build_audit_callbacks(
-    audits: StepAudits | None, replica_check: ReplicaCheck, snapshots: SnapshotManager, checkpointer: Checkpointer
-) -> list[Callback]:
-    if audits is None:
-        return []
-    on_verified = snapshots.mark_verified, checkpointer.mark_verified
-    audited_state = AuditedState(audits.is_verified, replica_check, on_verified)
-    return [audits.samples, StateHashes(audits), UpdatedState(audits), audited_state]
 
 
 def _after_rollback(optimizer: Optimizer, callback_state: CallbackState) -> None:

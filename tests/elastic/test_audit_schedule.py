@@ -63,6 +63,22 @@ def test_schedule_keeps_its_golden_values() -> None:
     ]
 
 
+def test_interval_can_change_after_an_audit() -> None:
+    """Audits are counted on, so that every ordered pair still meets in time."""
+    schedule, audited = make_schedule(4, interval=10), list[int]()
+    for step in range(100):
+        if schedule.is_due(step):
+            audited.append(step)
+            numbers = [schedule.plan(audited_step).number for audited_step in audited[-1:]]
+            assert numbers == [len(audited)]
+        if step == 30:
+            schedule.set_interval(29, 7)
+            assert schedule.is_due(29) and not schedule.is_due(30)
+        if step == 52:
+            schedule.set_interval(50, 20)
+    assert audited == [9, 19, 29, 36, 43, 50, 70, 90]
+
+
 def test_auto_costs_at_most_a_percent() -> None:
     assert choose_interval(0, [range(2)]) == 0
     assert choose_interval(17, [range(2)]) == 17
