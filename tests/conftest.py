@@ -112,6 +112,7 @@ QUICK_TESTS = {  # files of `pytest -m quick`: some of every package, without Ra
 }
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are small, and the processes of the tests share the cores
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # scalar code: to find the CPU's vectors takes the compiler 10 s
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default gives workers the lowest priority
 
