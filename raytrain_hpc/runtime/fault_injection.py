@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -279,7 +280,8 @@ def _access_invalid_memory(device: torch.device) -> None:
 
 _FAULT_ACTIONS: dict[str, Callable[[torch.device], None]] = {
     "kill": lambda device: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda device: os.kill(os.getpid(), signal.SIGSTOP),
+    # A signal to this thread: one to the process can be handled by another thread, while this one goes on for a moment.
+    "stop": lambda device: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
     "hang": lambda device: _hang(),
     "gil": lambda device: _hold_interpreter(),
     "exception": lambda device: _raise_exception(),

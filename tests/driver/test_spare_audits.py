@@ -56,7 +56,7 @@ class WaitForSpare(rt.Callback):
         SampleStore.put, SampleStore.take = put_and_note, take_and_note  # type: ignore[method-assign]
 
     def post_commit(self, metrics: dict[str, Any]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         is_auditing = self.context.generation <= self._generations and metrics["step"] < STEPS
         while is_auditing and self._has_untaken.is_set() and time.monotonic() < deadline:
             time.sleep(0.01)
