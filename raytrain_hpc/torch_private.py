@@ -1,8 +1,8 @@
 """All private or undocumented names of torch that the package uses: why, and which versions have them.
 
-Those of process groups are in torch_private_groups.py. No other file may use one; tests/architecture checks that. Every
-name has a test in tests/test_torch_private.py, to be run with a new version of torch before the range in pyproject.toml
-is widened. "All versions" means 2.11 to 2.15.
+Those of process groups are in torch_private_groups.py, those of FSDP2 in torch_private_fsdp.py. No other file may use
+one; tests/architecture checks that. Every name has a test in tests/test_torch_private.py, to be run with a new version
+of torch before the range in pyproject.toml is widened. "All versions" means 2.11 to 2.15.
 
 FSDP2 and DTensor are imported when a function needs them: they take 40 MiB in workers that use neither.
 """
@@ -10,9 +10,7 @@ FSDP2 and DTensor are imported when a function needs them: they take 40 MiB in w
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.optim.sgd import sgd as sgd  # an undocumented function: the classes 
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor.placement_types import Placement
 
 # One kernel for a list of tensors instead of one per tensor. All versions.
@@ -119,118 +116,6 @@ def _get_attention_backend(name: str) -> Any:
     from torch.nn.attention import SDPBackend
 
     return SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION")
-
-
-@contextmanager
-def reshard_over_inner_dimension(mesh: DeviceMesh | None) -> Iterator[None]:
-    """Make calls of `fully_shard` within keep weights sharded over the last dimension of `mesh` after a forward pass.
-
-    `mesh`: two dimensions, of all ranks. None: nothing changes. Of `reshard_after_forward=n`, torch makes a mesh with
-    groups per module out of the module's own mesh: collectives of all ranks that not all ranks call, if that mesh is
-    only a part of them. `_get_post_forward_mesh_info`, `HSDPMeshInfo`: all versions.
-    """
-    if mesh is None:
-        yield
-        return
-    from torch.distributed.fsdp._fully_shard import _fully_shard
-    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-
-    implementation: Any = _fully_shard
-    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    get_mesh_info = implementation._get_post_forward_mesh_info
-    implementation._get_post_forward_mesh_info = lambda *_: info
-    try:
-        yield
-    finally:
-        implementation._get_post_forward_mesh_info = get_mesh_info
-
-
-def get_fsdp_collectives_file() -> str:
-    """Return the source file of FSDP2's collectives, in which a rank waits, without importing it. All versions."""
-    return str(Path(dist.__file__).parent / "fsdp" / "_fully_shard" / "_fsdp_collectives.py")
-
-
-def run_fsdp_post_backward(root: FSDPModule) -> None:
-    """Run the post-backward function of every parameter group below an FSDP2 root again, as its settings say.
-
-    Call after gradients were added outside of a backward pass, as torch's pipeline runtime does: FSDP2 accumulates
-    them or, if `set_requires_gradient_sync` is on, reduces them. The public `finalize_backward` (2.15) also waits for
-    the reduction, which would keep it from overlapping with the next microbatch, and refuses partial sums of HSDP.
-    `fully_shard.state`, `_state_ctx` and `post_backward`: all versions. `_fsdp_param_groups`: not 2.11, which has one
-    group, `_fsdp_param_group`.
-    """
-    for state in _get_fsdp_state(root)._state_ctx.all_states:
-        for group in _get_fsdp_param_groups(state):
-            group.post_backward()
-
-
-FSDPGrads = list[tuple[Any, torch.Tensor]]  # parameter of FSDP2, its whole gradient
-
-
-def take_fsdp_grads(root: FSDPModule) -> FSDPGrads:
-    """Return the unreduced gradients of the parameters below an FSDP2 root, and remove them.
-
-    Call after a backward pass without reduction. `unsharded_accumulated_grad`, `_unsharded_param`: all versions.
-    """
-    taken: FSDPGrads = []
-    for state in _get_fsdp_state(root)._state_ctx.all_states:
-        for group in _get_fsdp_param_groups(state):
-            for parameter in group.fsdp_params:
-                gradient = parameter.unsharded_accumulated_grad
-                parameter.unsharded_accumulated_grad = None
-                if gradient is None and hasattr(parameter, "_unsharded_param"):
-                    gradient, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
-                if gradient is not None:
-                    taken.append((parameter, gradient))
-    return taken
-
-
-def add_fsdp_grads(grads: FSDPGrads) -> None:
-    """Add gradients to the unreduced ones of FSDP2, which `take_fsdp_grads` has removed."""
-    for parameter, gradient in grads:
-        if parameter.unsharded_accumulated_grad is not None:
-            parameter.unsharded_accumulated_grad += gradient
-        elif parameter._unsharded_param.grad is not None:
-            parameter._unsharded_param.grad += gradient
-        elif gradient.dtype == parameter._unsharded_param.dtype:
-            parameter._unsharded_param.grad = gradient
-        else:
-            parameter.unsharded_accumulated_grad = gradient
-
-
-def end_fsdp_backward(root: FSDPModule) -> None:
-    """Run the function that FSDP2 calls at the end of a backward pass of a root: it waits if that pass is the last.
-
-    Call after `run_fsdp_post_backward` with reduction, within the passes that `set_is_last_backward(False)` leaves
-    open: 2.15 refuses the call after a last pass. `_root_post_backward_final_callback`: all versions.
-    """
-    _get_fsdp_state(root)._root_post_backward_final_callback()
-
-
-def list_fsdp_shards(module: FSDPModule) -> list[tuple[nn.Module, str, int]]:
-    """Return owner, name and number of elements of each shard, with padding, in the order in which FSDP2 gathers them.
-
-    Without the parameters of FSDP2 modules inside. `_module_info`, `padded_sharded_param_size`: all versions.
-    """
-    return [
-        (info.module, info.param_name, parameter.padded_sharded_param_size.numel())
-        for group in _get_fsdp_param_groups(_get_fsdp_state(module))
-        for parameter in group.fsdp_params
-        for info in (parameter._module_info,)
-    ]
-
-
-def _get_fsdp_state(module: FSDPModule) -> Any:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard.state(module)  # type: ignore[attr-defined]
-
-
-def _get_fsdp_param_groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # 2.11
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
 
 
 def compute_local_box(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from raytrain_hpc import torch_private, torch_private_groups
+from raytrain_hpc import torch_private, torch_private_fsdp, torch_private_groups
 from raytrain_hpc.distributed.process_groups import init_process_groups
 from raytrain_hpc.parallel.blockwise_attention import BlockMask, attend, attend_backward
 from raytrain_hpc.planner.layout import Layout
@@ -221,7 +221,7 @@ def test_nccl_groups_can_be_aborted_together() -> None:
 def test_the_file_of_fsdp_collectives() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    assert Path(torch_private.get_fsdp_collectives_file()) == Path(_fsdp_collectives.__file__)
+    assert Path(torch_private_fsdp.get_fsdp_collectives_file()) == Path(_fsdp_collectives.__file__)
 
 
 def add_deferred_gradient(rank: int, rendezvous: Any) -> list[float]:
@@ -239,19 +239,52 @@ def add_deferred_gradient(rank: int, rendezvous: Any) -> list[float]:
     layer.set_reshard_after_backward(False)
     layer(torch.full((1, 2), float(rank + 1))).sum().backward()
     assert layer.weight.grad is None or not isinstance(layer.weight.grad, torch.distributed.tensor.DTensor)
-    torch_private.run_fsdp_post_backward(layer)  # accumulates
+    torch_private_fsdp.run_fsdp_post_backward(layer)  # accumulates
     layer.weight.grad = torch.full((2, 2), 10.0) if layer.weight.grad is None else layer.weight.grad.add_(10.0)
-    torch_private.run_fsdp_post_backward(layer)
+    torch_private_fsdp.run_fsdp_post_backward(layer)
     layer.set_requires_gradient_sync(True)
     layer.set_is_last_backward(True)
     layer.set_reshard_after_backward(True)
-    torch_private.run_fsdp_post_backward(layer)
-    torch_private.end_fsdp_backward(layer)
+    torch_private_fsdp.run_fsdp_post_backward(layer)
+    torch_private_fsdp.end_fsdp_backward(layer)
     return layer.weight.grad.to_local().flatten().tolist()
 
 
 def test_fsdp_reduces_gradients_that_were_added_after_the_backward_pass(pool: WarmPool) -> None:
     assert pool.call(add_deferred_gradient, 2) == [[1.0 + 2.0 + 2 * 10.0] * 2] * 2
+
+
+class Choice(nn.Module):
+    """Two layers of which one is used."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        self.layers, self._index = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)]), index
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[self._index](x)
+
+
+def reduce_unused(rank: int, rendezvous: Any) -> tuple[list[float], list[float], list[bool]]:
+    """Use one of two sharded layers on each rank; return both reduced gradients, and which were used on this rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    context = init_process_groups(rendezvous, rank, Layout(dp_shard=2, zero=3), CPU)
+    assert context.mesh is not None
+    layers = Choice(rank)
+    fully_shard(layers, mesh=context.mesh)
+    layers.set_gradient_divide_factor(1.0)
+    layers.set_force_sum_reduction_for_comms(True)
+    used = set[nn.Parameter]()
+    parameters = torch_private_fsdp.on_fsdp_post_backward(layers, used.add)
+    layers(torch.full((1, 2), float(rank + 1))).sum().backward()
+    gradients = [parameter.grad.to_local().flatten().tolist() for parameter in parameters]
+    return gradients[0], gradients[1], [parameter in used for parameter in parameters]
+
+
+def test_fsdp_reduces_zeros_for_what_a_rank_does_not_use(pool: WarmPool) -> None:
+    gradients = [1.0] * 2, [2.0] * 2
+    assert pool.call(reduce_unused, 2) == [(*gradients, [True, False]), (*gradients, [False, True])]
 
 
 def count_rows_after_forward(rank: int, rendezvous: Any) -> tuple[int, int]:
@@ -262,7 +295,7 @@ def count_rows_after_forward(rank: int, rendezvous: Any) -> tuple[int, int]:
     assert context.mesh is not None
     layer = nn.Linear(2, 8, bias=False)
     model = nn.Sequential(layer)
-    with torch_private.reshard_over_inner_dimension(DeviceMesh("cpu", context.mesh.mesh.view(2, 2))):
+    with torch_private_fsdp.reshard_over_inner_dimension(DeviceMesh("cpu", context.mesh.mesh.view(2, 2))):
         for module in (layer, model):
             fully_shard(module, mesh=context.mesh)
     before = layer.weight.to_local().shape[0]
@@ -283,7 +316,7 @@ def list_shards(rank: int, rendezvous: Any) -> list[tuple[bool, str, int]]:
     outer = nn.Sequential(nn.Linear(4, 3), nn.Linear(2, 2))
     for module in (outer[1], outer):
         fully_shard(module, mesh=context.mesh)
-    return [(owner is outer[0], name, length) for owner, name, length in torch_private.list_fsdp_shards(outer)]
+    return [(owner is outer[0], name, length) for owner, name, length in torch_private_fsdp.list_fsdp_shards(outer)]
 
 
 def test_fsdp_gathers_padded_shards_in_this_order(pool: WarmPool) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from raytrain_hpc.torch_private import get_fsdp_collectives_file
+from raytrain_hpc.torch_private_fsdp import get_fsdp_collectives_file
 
 
 def get_blocking_files() -> tuple[str, ...]:

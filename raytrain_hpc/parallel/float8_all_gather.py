@@ -23,7 +23,8 @@ from raytrain_hpc.parallel.blocking_collectives import all_gather_flat
 from raytrain_hpc.parallel.float8_linear import cast_scaled, compute_scales, is_float8
 from raytrain_hpc.parallel.quantized_collectives import QuantizedComm, QuantizedTraffic
 from raytrain_hpc.parallel.tensor_parallel import RowParallelLinear
-from raytrain_hpc.torch_private import foreach_norm, list_fsdp_shards
+from raytrain_hpc.torch_private import foreach_norm
+from raytrain_hpc.torch_private_fsdp import list_fsdp_shards
 
 _FLOAT8, _WIDE = torch.float8_e4m3fn, torch.bfloat16
 _ALIGNMENT = 16  # bytes of which messages are multiples, so that those of all ranks can be viewed as bf16

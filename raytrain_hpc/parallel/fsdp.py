@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.config.training_config import computes_in_bf16
+from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.computation_trace import ComputationTracer, ContributionTrace
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
@@ -33,7 +34,8 @@ from raytrain_hpc.parallel.quantized_collectives import QuantizedAllGather, Quan
 from raytrain_hpc.parallel.reduction_order import ReductionOrders
 from raytrain_hpc.parallel.source_gradients import SourceGradients
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
-from raytrain_hpc.torch_private import (
+from raytrain_hpc.parallel.unused_parameters import UnusedParameters
+from raytrain_hpc.torch_private_fsdp import (
     FSDPGrads,
     add_fsdp_grads,
     end_fsdp_backward,
@@ -76,6 +78,7 @@ class FSDPSync:
         self._is_elastic = reduction_orders is not None
         self._reduces_each_microbatch = settings.zero > 1 or self._is_elastic
         replica_group, expert_replica_group = _get_replica_group(mesh), _get_replica_group(expert_mesh)
+        self._shard_group = mesh["dp_shard"].get_group()
         if self._is_elastic:  # DeterministicReduceScatter also sums over the replicas
             mesh, expert_mesh = mesh["dp_shard"], None if expert_mesh is None else expert_mesh["dp_shard"]
         self._is_hsdp = mesh.ndim == 2
@@ -95,10 +98,12 @@ class FSDPSync:
             self._modules = {
                 stage: _shard_module(module, blocks[stage], mesh, shard_fn) for stage, module in modules.items()
             }
+        self._fsdp_modules = [*_iter_fsdp_modules(self._modules.values())]
+        self._unused = self._watch_unused_parameters(replica_group)
         self.quantized_traffic = QuantizedTraffic()
         _apply_quantization([*modules.values()], settings.quantize, self.quantized_traffic)
         if dtype == "float8" and settings.quantize not in ("weights", "both"):
-            for fsdp_module in _iter_fsdp_modules(modules.values()):
+            for fsdp_module in self._fsdp_modules:
                 apply_float8_all_gather(fsdp_module, mesh.size(-1), self.quantized_traffic)
         if reduction_orders is not None:
             replica_groups = replica_group, expert_replica_group
@@ -116,7 +121,7 @@ class FSDPSync:
         expert_order, expert_modules = reduction_orders.experts, _name_sharded_experts(self._modules.values())
         labels = {id(m): f"gradients of {name or 'the rest of the model'}" for name, m in self._iter_named_modules()}
         parameter_names = self._name_parameters()
-        for fsdp_module in _iter_fsdp_modules(self._modules.values()):
+        for fsdp_module in self._fsdp_modules:
             expert_names, label = expert_modules.get(id(fsdp_module)), labels[id(fsdp_module)]
             parameters = [getattr(owner, name) for owner, name, _ in list_fsdp_shards(fsdp_module)]
             parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -130,6 +135,17 @@ class FSDPSync:
                 reduce_scatter = make(reduction_orders.dense, replica_group, trace=trace, shapes=shapes)
             fsdp_module.set_custom_reduce_scatter(reduce_scatter)  # type: ignore[arg-type]
             fsdp_module.set_all_reduce_hook(reduce_scatter.all_reduce_hook)
+
+    def _watch_unused_parameters(self, replica_group: dist.ProcessGroup | None) -> UnusedParameters:
+        """Watch the modules of users. A decoder uses all its parameters in every microbatch."""
+        watched = [
+            fsdp_module
+            for module in self._modules.values()
+            if not isinstance(module, Decoder)
+            for fsdp_module in _iter_fsdp_modules([module])
+        ]
+        groups = [self._shard_group] if replica_group is None else [self._shard_group, replica_group]
+        return UnusedParameters(watched, groups)
 
     def _name_parameters(self) -> dict[nn.Parameter, str]:
         modules: Iterable[Any] = self._modules.values()
@@ -177,11 +193,12 @@ class FSDPSync:
         end_fsdp_backward(module)
 
     def finish_grad_sync(self) -> None:
-        """Do nothing: FSDP2 reduces gradients during backward passes."""
+        """Drop gradients of parameters that no rank has used. FSDP2 reduces all others during backward passes."""
+        self._unused.drop_gradients()
 
     def free_gathered_weights(self) -> None:
         """Reshard the weights that a forward pass without a backward pass has left gathered (ZeRO-1 and 2)."""
-        for fsdp_module in _iter_fsdp_modules(self._modules.values()):
+        for fsdp_module in self._fsdp_modules:
             fsdp_module.reshard()
 
     def _configure(self, module: FSDPModule, *, is_last: bool, reduce: bool) -> None:

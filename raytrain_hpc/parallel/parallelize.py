@@ -101,6 +101,7 @@ class ParallelModel:
 
     def prepare_passes(self, *, is_training: bool) -> None:
         """Prepare all stages for the passes of a step or of an evaluation, in which weights do not change."""
+        self.gradient_sync.free_gathered_weights()  # those of an evaluation may have changed since then
         self.weight_copies.refresh()
         for module in self.modules.values():
             if module.training != is_training:  # a switch visits every submodule

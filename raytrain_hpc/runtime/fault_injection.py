@@ -280,7 +280,7 @@ def _access_invalid_memory(device: torch.device) -> None:
 
 _FAULT_ACTIONS: dict[str, Callable[[torch.device], None]] = {
     "kill": lambda device: os.kill(os.getpid(), signal.SIGKILL),
-    # A signal to this thread: one to the process can be handled by another thread, while this one goes on for a moment.
+    # A signal to this thread: another thread can handle one to the process, a moment later.
     "stop": lambda device: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
     "hang": lambda device: _hang(),
     "gil": lambda device: _hold_interpreter(),

@@ -60,7 +60,7 @@ class Evaluator:
         """
         losses, total, num_targets = {}, 0.0, 0.0
         for name, eval_set in self.eval_sets.items():
-            sums = self._evaluate_set(eval_set)
+            sums = self._evaluate_set(f"validation set {name!r}" if name else "the validation set", eval_set)
             if sums is None:
                 return None
             total, num_targets = total + sums[0], num_targets + sums[1]
@@ -69,7 +69,7 @@ class Evaluator:
         self.timers.read_and_reset()  # the time of an evaluation belongs to no training step
         return {get_eval_key(): total / num_targets, **losses}
 
-    def _evaluate_set(self, eval_set: EvalBatches) -> tuple[float, float] | None:
+    def _evaluate_set(self, name: str, eval_set: EvalBatches) -> tuple[float, float] | None:
         """Return the sum of losses and the number of targets of a set, or None if a stop was requested."""
         dp_size = self.context.layout.dp_size
         limit = _STOP_CHECK_INTERVAL * dp_size
@@ -86,16 +86,24 @@ class Evaluator:
                 read_batch = partial(self._read_batch, eval_set, num_batches, num_batches + count)
                 losses.append(self.model_step.evaluate(num_passes, read_batch) * mask)
                 num_batches += count
-        return self._sum_over_ranks(torch.cat(losses), num_batches)
+        return self._sum_over_ranks(name, torch.cat(losses), num_batches)
 
-    def _sum_over_ranks(self, losses: Tensor, num_batches: int) -> tuple[float, float]:
-        """Return the sum of losses and the number of targets. `losses`: this rank's, fp64 [passes, 2]."""
+    def _sum_over_ranks(self, name: str, losses: Tensor, num_batches: int) -> tuple[float, float]:
+        """Return the sum of losses and the number of targets. `losses`: this rank's, fp64 [passes, 2].
+
+        Raises DataError on all ranks if there is no target. `name`: of the set, for the message.
+        """
         context, layout = self.context, self.context.layout
         shape = (len(losses), layout.dp_size, layout.cp, 2)
         sums = torch.zeros(shape, dtype=torch.float64, device=context.device)
         sums[:, layout.get_dp_rank(context.rank), context.coordinates["cp"]] = losses
         all_reduce(sums, context)
         loss_sum, num_targets = sum_pairwise(sums.sum(2).view(-1, 2)[:num_batches]).tolist()
+        if num_targets == 0:
+            raise DataError(
+                f"no token of {name} counts in the loss, as if all prompts are longer than train.seq_len; make "
+                "train.seq_len or eval.samples larger, or leave out such documents"
+            )
         return loss_sum, num_targets
 
     def _is_stop_agreed(self, num_batches: int) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.errors import DataError
 from raytrain_hpc.parallel.pairwise_sum import sum_pairwise
 from raytrain_hpc.planner.layout import Batching
 
@@ -47,8 +48,14 @@ class StepTotals:
         """Return the mean loss per valid token, the gradient norm, and what any rank asks for.
 
         `grad_norm`: fp64 scalar on the device. This is the one time in a step that the host waits for the device.
+        Raises DataError on all ranks if no token of the global batch counts in the loss.
         """
         loss_sum, num_tokens, *requests, norm = torch.cat((self.totals, grad_norm.view(1))).tolist()
+        if num_tokens == 0:
+            raise DataError(
+                "no token of a global batch counts in the loss, as if all prompts are longer than train.seq_len; make "
+                "train.seq_len or train.global_batch_size larger, or leave out such documents"
+            )
         return loss_sum / num_tokens, norm, StepRequests(*(count > 0 for count in requests))
 
     def get_microbatch_losses(self) -> list[float]:

@@ -56,6 +56,11 @@ class ModelUpdate:
         """Run the optimizer with the learning rate of step `step` (0-based), and drop the gradients."""
         self.optimizer.step(self.learning_rate(step))
 
+    def undo_passes(self) -> None:
+        """Drop the gradients of a step, and what its passes have changed in running statistics."""
+        self.optimizer.zero_grad()
+        self.running_statistics.undo_step()
+
     def sync_buffers(self) -> None:
         """Make running statistics equal on all ranks. Call once per step, after the backward passes."""
         self.running_statistics.sync()

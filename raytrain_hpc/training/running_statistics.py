@@ -13,9 +13,9 @@ from raytrain_hpc.parallel.computation_trace import ComputationTracer
 class RunningStatistics:
     """Buffers of a module, kept equal on all ranks.
 
-    They become those of rank 0. With `is_elastic`, every microbatch of a step starts from the buffers of the start of
-    the step, and they become those after its first microbatch: the same on any number of ranks. `audited`: those that
-    are part of the state, by name.
+    They become those of rank 0, or, if a step is not applied, those of its start. With `is_elastic`, every microbatch
+    of a step starts from the buffers of the start of the step, and they become those after its first microbatch: the
+    same on any number of ranks. `audited`: those that are part of the state, by name.
     """
 
     def __init__(
@@ -31,13 +31,17 @@ class RunningStatistics:
         self._updated: list[Tensor] = []  # after the first microbatch of the step
 
     def pre_microbatch(self) -> None:
-        """Restore the buffers of the start of the step. Call before each forward pass of training."""
-        if not self._is_elastic:
-            return
+        """Keep the buffers of the start of the step, or restore them if elastic. Call before each forward pass."""
         if self._initial is None:
             self._initial = [buffer.clone() for buffer in self.buffers]
-        else:
+        elif self._is_elastic:
             _copy(self._initial, self.buffers)
+
+    def undo_step(self) -> None:
+        """Restore the buffers of the start of the step, whose passes are repeated or not applied."""
+        if self._initial is not None:
+            _copy(self._initial, self.buffers)
+        self._initial, self._updated = None, []
 
     def post_microbatch(self, index: int) -> None:
         """Keep the buffers after the first microbatch. `index`: of the microbatch among those of this rank.

@@ -227,13 +227,12 @@ class Trainer:
         loss_and_norm = (first_result.loss, first_result.grad_norm)
         microbatch_losses = first_result.totals.get_microbatch_losses()
         incident = self.step_guard.build_incident(step, loss_and_norm, microbatch_losses)
-        self.model_update.optimizer.zero_grad()
+        self.model_update.undo_passes()
         result = self.forward_backward(step, self.loader.reread)
         if self.step_guard.check(result.loss, result.grad_norm) is None:
             self.step_guard.report_incident(incident, "gone when recomputed", 0)
             return result, True
-        self.model_update.optimizer.zero_grad()
-        self.model_update.sync_buffers()  # the passes have changed running statistics, differently on each rank
+        self.model_update.undo_passes()
         self.snapshots.before_update()
         self.control.set_phase("saving")
         steps_undone = self.step_guard.reject(step, result.loss, result.grad_norm)

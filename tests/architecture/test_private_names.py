@@ -15,7 +15,7 @@ PACKAGE_ROOT = Path(raytrain_hpc.__file__).parent
 FILES = [
     path
     for path in sorted(PACKAGE_ROOT.rglob("*.py"))
-    if path.name not in ("torch_private.py", "torch_private_groups.py", "ray_private.py")
+    if path.name not in ("torch_private.py", "torch_private_fsdp.py", "torch_private_groups.py", "ray_private.py")
 ]
 OF_THE_STANDARD_LIBRARY = {"_replace", "_fields", "_exit", "_current_frames"}
 # Without an underscore, but not in the documentation.

@@ -37,6 +37,7 @@ ALLOWED_IMPORTS = {
     "torch_device": "device_backends",
     "nvml": "",
     "torch_private": "",
+    "torch_private_fsdp": "",
     "torch_private_groups": "",
     "background_thread": "",
     "ray_private": "",
@@ -47,7 +48,7 @@ ALLOWED_IMPORTS = {
     "elastic": "errors device_backends config planner",
     "state": "errors torch_device torch_private",
     "model": "errors torch_device torch_private config state",
-    "parallel": "errors torch_device torch_private config planner state model",
+    "parallel": "errors torch_device torch_private torch_private_fsdp config planner state model",
     "snapshot": "errors state",
     "distributed": "errors device_backends torch_device callbacks torch_private torch_private_groups config planner "
     "elastic state parallel snapshot",
@@ -205,7 +206,7 @@ def is_documented(node: Any) -> bool:
 
 
 KINDS_OF_DEVICES = {"cuda", "nccl", "rocm", "rccl", "xpu", "xccl", "hip"}
-NAMING_FILES = {"device_backends", "torch_device", "torch_private", "torch_private_groups"}
+NAMING_FILES = {"device_backends", "torch_device", "torch_private", "torch_private_fsdp", "torch_private_groups"}
 # The help of a key; a GPU of NVIDIA is measured through its library, and peers of benchmarks are programs for it.
 NAMING_PARTS = {
     "config.cluster_config": {"cuda", "xpu"},
