@@ -25,7 +25,7 @@ from raytrain_hpc.elastic.watchdog import (
     exclude_waiting,
     find_lost_nodes,
     is_busy,
-    is_waiting_for_data,
+    is_waiting_for_busy_rank,
 )
 from raytrain_hpc.runtime.control_channel import Record
 
@@ -129,7 +129,7 @@ class HealthMonitor:
         self._local_node: str = ray.get_runtime_context().get_node_id()
         self._local_agent = NodeAgent(config)
         self._remote_agents: dict[str, _RemoteAgent] = {}
-        self._last_wait_for_data = -math.inf  # monotonic time
+        self._last_busy = -math.inf  # monotonic time
 
     def start_agents(self, nodes: Iterable[str]) -> None:
         """Start an agent on each of these nodes that has none. Call before workers are started on them."""
@@ -163,9 +163,9 @@ class HealthMonitor:
         self._poll_agents()
         readings = self._collect_node_health()
         suspects = [suspect for node_health in readings for suspect in node_health.suspects]
-        if is_waiting_for_data(suspects, [health for reading in readings for health in reading.workers.values()]):
-            self._last_wait_for_data = time.monotonic()
-        return exclude_waiting(suspects, time.monotonic() - self._last_wait_for_data)
+        if is_waiting_for_busy_rank(suspects, [health for reading in readings for health in reading.workers.values()]):
+            self._last_busy = time.monotonic()
+        return exclude_waiting(suspects, time.monotonic() - self._last_busy)
 
     @property
     def local_node(self) -> str:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from raytrain_hpc.config.schema import AUTO, Config
 
-Phase = Literal["idle", "building", "loading", "training", "evaluating", "saving"]
+Phase = Literal["idle", "building", "loading", "training", "evaluating", "saving", "callback"]
 SuspectKind = Literal["frozen", "interpreter held", "stalled"]
 
 _HEARTBEAT_TIMEOUT_S = 0.6  # heartbeats come every 0.05 s
@@ -23,8 +23,9 @@ _DEADLOCK_FACTOR = 4.0  # times the timeout of a single suspect
 _MIN_SAMPLES, _MIN_SAMPLED_STEPS = 40, 5  # needed to compare the speed of ranks
 # Without an answer from a node; the second applies if some of its or other ranks have failed too.
 _NODE_TIMEOUT_S, _NODE_TIMEOUT_AFTER_RANK_LOSS_S = 10.0, 0.6
-_SLOW_PHASE_TIMEOUT_S = 300.0  # building, loading and saving may wait for a file system or a compiler
-_BUSY_PHASES = ("loading", "training", "evaluating", "saving")  # in which storage and code of the user take their time
+_SLOW_PHASE_TIMEOUT_S = 300.0  # all phases but training may wait for a file system, a compiler or code of the user
+_BUSY_PHASES = ("loading", "training", "evaluating", "saving", "callback")  # in which storage and code of the user run
+_OWN_PHASES = ("loading", "callback")  # in which a rank can be long before others, which wait for it
 
 
 @dataclass(frozen=True)
@@ -143,22 +144,22 @@ def is_busy(worker: WorkerHealth, timeouts: Timeouts) -> bool:
     return worker.is_alive and not worker.is_frozen and is_due
 
 
-def is_waiting_for_data(suspects: Sequence[Suspect], workers: Collection[WorkerHealth]) -> bool:
-    """Return whether stalled suspects may be waiting for a rank that is no suspect, because it loads data.
+def is_waiting_for_busy_rank(suspects: Sequence[Suspect], workers: Collection[WorkerHealth]) -> bool:
+    """Return whether stalled suspects may be waiting for a rank that is no suspect: it loads data or runs a callback.
 
     Call with the suspects and the health samples of all nodes.
     """
     ranks = {suspect.rank for suspect in suspects}
-    is_loading = any(worker.phase == "loading" and worker.rank not in ranks for worker in workers)
-    return is_loading and any(suspect.kind == "stalled" for suspect in suspects)
+    is_busy = any(worker.phase in _OWN_PHASES and worker.rank not in ranks for worker in workers)
+    return is_busy and any(suspect.kind == "stalled" for suspect in suspects)
 
 
-def exclude_waiting(suspects: Sequence[Suspect], since_loading_s: float) -> list[Suspect]:
+def exclude_waiting(suspects: Sequence[Suspect], since_busy_s: float) -> list[Suspect]:
     """Return the suspects without stalled ones for which the others have had no time to catch up.
 
-    `since_loading_s`: seconds since `is_waiting_for_data` was last true; the timeout counts from then.
+    `since_busy_s`: seconds since `is_waiting_for_busy_rank` was last true; the timeout counts from then.
     """
-    return [suspect for suspect in suspects if suspect.kind != "stalled" or since_loading_s > suspect.timeout_s]
+    return [suspect for suspect in suspects if suspect.kind != "stalled" or since_busy_s > suspect.timeout_s]
 
 
 def find_stragglers(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -64,6 +65,7 @@ class ControlChannel:
             "pause": threading.Event(),
             "distrust": threading.Event(),
         }
+        self._phase: Phase = "idle"
         self._generation = 0
         self._early_requests: list[tuple[int, RequestKind]] = []  # with their generations, which have not begun yet
         self.samples = SampleStore()
@@ -152,8 +154,19 @@ class ControlChannel:
 
     def set_phase(self, phase: Phase) -> None:
         """Set the phase of the training loop. Call from the thread of the loop."""
+        self._phase = phase
         if self._heartbeat is not None:
             self._heartbeat.set_phase(phase)
+
+    @contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        """Set the phase of the training loop within the context, and then the one before."""
+        previous = self._phase
+        self.set_phase(phase)
+        try:
+            yield
+        finally:
+            self.set_phase(previous)
 
     def record_commit(self, metrics: Record) -> None:
         """Remember the metrics of a step. Every rank does, in case the reporting rank is lost."""

@@ -24,7 +24,7 @@ from raytrain_hpc.runtime.published_memory import PublishedMemory
 BEAT_INTERVAL_S = 0.05
 _STACKS_QUIET_S = 0.01  # without new output, after which stacks are complete
 _MAX_MISSED_BEATS = 4  # until the CPU wait of all threads is read, of which there are dozens
-PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving")
+PHASES: tuple[Phase, ...] = ("idle", "building", "loading", "training", "evaluating", "saving", "callback")
 _BEAT_TIME, _PHASE_TIME, _PHASE, _LOOP_THREAD, _STEP, _STEP_NS, _NUM_SAMPLES, _NUM_WAITING, _NUM_URGENT = range(9)
 _MEMORY_FILE = 9  # number of publications of PublishedMemory, times 2**32, plus the descriptor of the last one's file
 _FIELD_BYTES = 8 * 10

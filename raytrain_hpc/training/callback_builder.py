@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 
 from raytrain_hpc.callbacks.callback import TrainingContext
 from raytrain_hpc.callbacks.plugins import copy_callbacks
@@ -41,7 +42,13 @@ def build_callback_list(
         log=control.log,
         step=spec.start_step,
     )
-    return CallbackList(copy_callbacks(spec.callbacks), training_context, context, eval_metrics=eval_metrics)
+    return CallbackList(
+        copy_callbacks(spec.callbacks),
+        training_context,
+        context,
+        eval_metrics=eval_metrics,
+        in_callback_phase=partial(control.in_phase, "callback"),
+    )
 
 
 def add_common_callbacks(
@@ -68,9 +75,10 @@ def add_common_callbacks(
             FaultInjector(faults, rank, world_size, run_dir, module, state, cut_network, tracer, update_hooks)
         )
     if config.profiler.name != "none" and rank in config.profiler.ranks:
-        callbacks.add(StepProfiler(config.profiler, rank, callbacks.context.run_dir))
+        callbacks.add(StepProfiler(config.profiler, rank, callbacks.context.run_dir), is_slow=True)
     if isinstance(run_dir, ObjectPath) and config.cluster.workers != 0:  # with 0 the driver's process uploads them
         context = callbacks.context
-        callbacks.add(WorkingCopyUpload(WorkingCopy(run_dir, context.run_dir, context.log, overwrites=True)))
+        working_copy = WorkingCopy(run_dir, context.run_dir, context.log, overwrites=True)
+        callbacks.add(WorkingCopyUpload(working_copy), is_slow=True)
     if config.fault.replica_check_interval:
         callbacks.add(ReplicaCheckSchedule(config.fault.replica_check_interval, replica_check, on_verified))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -68,19 +68,23 @@ class CallbackList:
         parallel_context: ParallelContext,
         *,
         eval_metrics: Collection[str] = (),
+        in_callback_phase: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
+        """`in_callback_phase`: returns a context in which the watchdog waits long, for callbacks that take time."""
         self.context, self.control = context, TrainingControl(can_evaluate=bool(eval_metrics))
         # Keys that a callback must not write. Without an evaluation of its own, a run leaves val/... to callbacks.
         self._own_metrics = {*(key for key in METRIC_KEYS if not key.startswith("val/")), *eval_metrics}
         self._parallel_context = parallel_context
-        self.user = tuple(user)
+        self.user, self._in_callback_phase = tuple(user), in_callback_phase
+        self._slow: set[Callback] = set(user)
         self.keeps_generators = False  # whether random generators have their state after a hook
         self._callbacks: list[Callback] = []
         self.dropped: set[Callback] = set()  # optional ones that have failed on any rank
         self.add(*user)
 
-    def add(self, *callbacks: Callback) -> None:
-        """Add callbacks, and set their context and control."""
+    def add(self, *callbacks: Callback, is_slow: bool = False) -> None:
+        """Add callbacks, and set their context and control. `is_slow`: they may take long, as those of the user."""
+        self._slow.update(callbacks if is_slow else ())
         for callback in callbacks:
             callback.context, callback.control = self.context, self.control
         self._callbacks = sorted((*self._callbacks, *callbacks), key=lambda callback: -callback.priority)
@@ -159,6 +163,8 @@ class CallbackList:
 
     def _make_call(self, callback: Callback, hook: Hook) -> Callable[..., None]:
         method: Callable[..., None] = getattr(callback, hook)
+        if callback in self._slow:
+            method = self._make_slow_call(method)
         if callback not in self.user:
             return method
 
@@ -178,6 +184,13 @@ class CallbackList:
                 self._handle_error(callback, hook, error)
 
         return guarded
+
+    def _make_slow_call(self, method: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            with self._in_callback_phase():
+                method(*arguments)
+
+        return call
 
     def _check_metrics(self, callback: Callback, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Raise CallbackError if a callback has changed a metric of the run, or added an entry that is no number."""

@@ -77,7 +77,7 @@ def test_a_rank_that_makes_no_progress_in_a_step_has_its_stall_timeout(
     assert clock.now == until_s
 
 
-@pytest.mark.parametrize("phase", ["saving", "evaluating", "loading"])
+@pytest.mark.parametrize("phase", ["saving", "evaluating", "loading", "callback"])
 def test_a_busy_rank_is_waited_for(clock: Clock, monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     health = Health(monkeypatch)
     health.set(1, phase=phase)

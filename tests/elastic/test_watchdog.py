@@ -19,7 +19,7 @@ from raytrain_hpc.elastic.watchdog import (
     find_stragglers,
     find_suspects,
     is_deadlocked,
-    is_waiting_for_data,
+    is_waiting_for_busy_rank,
 )
 
 HEALTHY = WorkerHealth(0, True, False, 0.05, 0.1, "training", 12, 0.2)
@@ -62,16 +62,18 @@ def test_ranks_waiting_for_one_that_loads_data_are_not_suspects() -> None:
     for phase, progress_age_s, is_waiting in (
         ("loading", 4.0, True),
         ("loading", 301.0, False),
+        ("callback", 4.0, True),
+        ("callback", 301.0, False),
         ("training", 0.2, False),
     ):
         workers = [*waiting, replace(HEALTHY, rank=1, phase=phase, progress_age_s=progress_age_s)]
-        assert is_waiting_for_data(find_suspects(workers, TIMEOUTS), workers) == is_waiting
+        assert is_waiting_for_busy_rank(find_suspects(workers, TIMEOUTS), workers) == is_waiting
     suspects = find_suspects(waiting, TIMEOUTS)
     assert exclude_waiting(suspects, 0.9) == [] and exclude_waiting(suspects, 1.1) == suspects
     frozen = Suspect(1, "frozen", 1.5, 0.6)
     assert exclude_waiting([frozen], 0.0) == [frozen]
     workers = [replace(HEALTHY, rank=0, phase="loading")]
-    assert not is_waiting_for_data([frozen], workers) and not is_waiting_for_data([], workers)
+    assert not is_waiting_for_busy_rank([frozen], workers) and not is_waiting_for_busy_rank([], workers)
 
 
 def test_timeouts_follow_step_times_and_are_ordered() -> None:
