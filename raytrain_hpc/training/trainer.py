@@ -128,10 +128,12 @@ class Trainer:
                 self.control.set_phase("saving")  # under ZeRO, state is copied to other ranks
                 self.audits.verify_update(step, self.model_update.learning_rate(step))
                 self.control.set_phase(self._compute_phase)
+            self.raise_if_aborted()  # while the state of the last step can still be recovered
             self.snapshots.before_update()
             self.model_update.update_weights(step)
         self.step_guard.accept(step, result.loss)
-        self.raise_if_aborted()
+        if self.model_update.optimizer.matrix_names:  # other updates communicate nothing, and are right
+            self.raise_if_aborted()
         return result
 
     def forward_backward(self, step: int, read_microbatch: ReadMicrobatch) -> StepResult:

@@ -1,4 +1,4 @@
-"""Stops that arrive during an evaluation: the state is compared and saved before the run ends."""
+"""Stops and aborts that arrive at a bad moment: the state is compared and saved, or stays in memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import torch
 
 from examples import custom_module
 from raytrain_hpc import Config
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel
+from raytrain_hpc.snapshot.memory_store import SnapshotStore
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.trainer import Trainer
 from tests.training.normalized_bigram import NormalizedBigram, build_normalized_bigram
@@ -86,3 +88,38 @@ def test_every_part_of_a_model_trains_in_training_mode(tmp_path: Path) -> None:
     spec = make_worker_spec(make_small_config(tmp_path, "eval.interval=1"), 1, steps_to=2, custom=custom)
     build_trainer(spec, 0, torch.device("cpu"), None, ControlChannel()).run(0, 2)
     assert [mode for mode, _ in groupby(modes)] == [True, False, True, False]
+
+
+class AbortedControl(ControlChannel):
+    """A channel whose collectives are aborted when `abort_now` is set."""
+
+    abort_now = False
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.abort_now
+
+
+@pytest.mark.parametrize("during", ["callbacks", "update"])
+def test_an_abort_around_the_update_loses_no_state(tmp_path: Path, during: str) -> None:
+    """Before it the state of the last step stays published, and one that communicates nothing is complete."""
+    config = make_small_config(tmp_path, "checkpoint.interval=0", "eval.interval=0")
+    control, store = AbortedControl(), SnapshotStore()
+    spec = make_worker_spec(config, 1, steps_to=3)
+    trainer = build_trainer(spec, 0, torch.device("cpu"), None, control, snapshot_store=store)
+    trainer.run(0, 1)
+    assert trainer.snapshots.is_live_published
+    owner, name = (trainer.callbacks, "run") if during == "callbacks" else (trainer.model_update, "update_weights")
+    function = getattr(owner, name)
+
+    def run_and_abort(*arguments: Any) -> Any:
+        control.abort_now = during == "update" or arguments[0] == "pre_optim_step"
+        return function(*arguments)
+
+    setattr(owner, name, run_and_abort)
+    if during == "callbacks":
+        with pytest.raises(GenerationAbortedError):
+            trainer.train_step(1)
+        assert trainer.snapshots.is_live_published
+    else:
+        trainer.train_step(1)
