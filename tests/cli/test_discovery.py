@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,14 @@ def test_help_of_train_names_the_commands_that_list_settings() -> None:
     output = " ".join(run("train", "--help").split())
     assert "raytrain-hpc recipes" in output and "raytrain-hpc config" in output
     assert all(f"  {command} " in run("--help") for command in COMMANDS)
+
+
+def test_the_package_is_found_beside_a_directory_of_the_same_name(tmp_path: Path) -> None:
+    """As beside a clone of the repository, which would else be a namespace package."""
+    (tmp_path / "raytrain_hpc/data").mkdir(parents=True)
+    code = "import raytrain_hpc.data.loader, raytrain_hpc as rt; print(rt.load_config)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0 and "load_config" in process.stdout, process.stderr
