@@ -70,7 +70,10 @@ class CallbackList:
         eval_metrics: Collection[str] = (),
         in_callback_phase: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        """`in_callback_phase`: returns a context in which the watchdog waits long, for callbacks that take time."""
+        """Create a list of the user's callbacks.
+
+        `in_callback_phase`: returns a context in which the watchdog waits long, for callbacks that may take long.
+        """
         self.context, self.control = context, TrainingControl(can_evaluate=bool(eval_metrics))
         # Keys that a callback must not write. Without an evaluation of its own, a run leaves val/... to callbacks.
         self._own_metrics = {*(key for key in METRIC_KEYS if not key.startswith("val/")), *eval_metrics}
