@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from raytrain_hpc.config.model_spec import resolve_model_spec
-from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.errors import LayoutError, RaytrainError
 from raytrain_hpc.planner.calibration import Calibration, refit
 from raytrain_hpc.planner.cost_model import CostModel
@@ -45,6 +45,11 @@ class AutotuneResult:
     old_calibration: Calibration
     new_calibration: Calibration
     refitted_step_s: tuple[float, ...]  # with `new_calibration`, of the trials that ran
+
+    @property
+    def has_measurement(self) -> bool:
+        """Whether at least one layout could be trained."""
+        return any(trial.step_s is not None for trial in self.trials)
 
     def format_lines(self) -> Iterator[str]:
         """Yield the lines of a table for the terminal."""
@@ -119,13 +124,20 @@ def measure_layouts(config: Config, num_layouts: int, steps: int, log: Callable[
 
 
 def _make_minimal_config(config: Config) -> Config:
-    """Return a copy of the config with random tokens, and without checkpoints, samples and TensorBoard."""
+    """Return a copy of the config with random tokens, and without all that would outlast a trial or disturb it.
+
+    That is checkpoints, samples, trackers, callbacks, injected faults and profiles.
+    """
     minimal = copy(config)
     vocabulary = 256 if config.model.vocab_size == "auto" else config.model.vocab_size
     minimal.model = replace(config.model, vocab_size=vocabulary)
-    minimal.data = replace(config.data, path="synthetic", sources=[])
-    minimal.checkpoint = replace(config.checkpoint, interval=0)
-    minimal.logging = replace(config.logging, tensorboard=False, sample_tokens=0)
+    minimal.data = replace(config.data, path="synthetic", sources=[], stages=[])
+    minimal.train = replace(config.train, callbacks=[])
+    minimal.checkpoint = replace(config.checkpoint, interval=0, local_dir="", upload_interval=AUTO)
+    minimal.fault = replace(config.fault, inject=[])
+    minimal.profiler = replace(config.profiler, name="none")
+    trackers: dict[str, Any] = {"tensorboard": False, "ray_metrics": False, "wandb_project": "", "mlflow_uri": ""}
+    minimal.logging = replace(config.logging, **trackers, trackers=[], sample_tokens=0, prompts=[])
     return minimal
 
 
@@ -136,6 +148,8 @@ def _run_trial(config: Config, estimate: Estimate, world_size: int, steps: int, 
         trial_config = apply_choice(config, estimate.choice)
         trial_config.run = replace(config.run, dir=str(Path(directory) / "run"))
         trial_config.train = replace(trial_config.train, steps=steps + _WARMUP_STEPS)
+        warmup_steps = min(config.lr_scheduler.warmup_steps, trial_config.train.steps)
+        trial_config.lr_scheduler = replace(config.lr_scheduler, warmup_steps=warmup_steps)
         trial_config.eval = replace(config.eval, samples=1)
         trial_config.cluster = replace(config.cluster, workers=world_size)
         log(f"{estimate.choice.layout.describe()}: {estimate.step_s:.4f} s per step expected")

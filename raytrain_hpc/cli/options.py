@@ -14,6 +14,7 @@ from raytrain_hpc.errors import ConfigError, RaytrainError
 
 EXIT_DOES_NOT_FIT = 1  # exit code of `plan` if no layout fits into memory
 EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
+EXIT_FAILED = 4  # exit code of a sweep with a trial that failed, and of `plan --measure` if no layout trains
 
 
 class StepOrLabel(click.ParamType[int | str]):

@@ -11,6 +11,7 @@ import click
 from raytrain_hpc.cli.options import (
     CONFIG_WORDS,
     EXIT_DOES_NOT_FIT,
+    EXIT_FAILED,
     POSITIVE_FLOAT,
     ConfigCommand,
     print_errors_on_one_line,
@@ -62,6 +63,7 @@ def plan(
     also take `auto` or a list to choose from.
 
     Exit code 1: no layout fits into memory; each remedy that is printed would make one fit.
+    Exit code 4: --measure could train no layout.
     """
     from raytrain_hpc.api import plan as make_plan
     from raytrain_hpc.cli.plan_table import format_plan
@@ -74,6 +76,8 @@ def plan(
         tuned = measure_layouts(load_config(path, overrides), measure, steps, lambda line: click.echo(line, err=True))
         for line in [json.dumps(tuned.to_json(), indent=2)] if as_json else tuned.format_lines():
             click.echo(line)
+        if not tuned.has_measurement:
+            sys.exit(EXIT_FAILED)
         return
     result = make_plan(load_config(path, overrides), restart_s=restart_seconds, **options)
     for line in [json.dumps(result, indent=2)] if as_json else format_plan(result):

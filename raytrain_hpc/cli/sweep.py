@@ -10,6 +10,7 @@ import click
 
 from raytrain_hpc.cli.options import (
     CONFIG_WORDS,
+    EXIT_FAILED,
     EXIT_STOPPED,
     ConfigCommand,
     IntOrAuto,
@@ -20,8 +21,6 @@ from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.sweeps.sweep_plan import SweepOptions, SweepPlan
 from raytrain_hpc.sweeps.sweep_runner import run_sweep
 from raytrain_hpc.sweeps.sweep_table import write_report
-
-_EXIT_FAILED = 4  # exit code if a trial has failed
 
 
 def make_options(
@@ -111,4 +110,4 @@ def sweep(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
     if not result.is_complete:
         sys.exit(EXIT_STOPPED)
     if any(trial.state == "failed" for trial in trials):
-        sys.exit(_EXIT_FAILED)
+        sys.exit(EXIT_FAILED)

@@ -9,7 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from raytrain_hpc.cli.main import main
+from raytrain_hpc.config.loader import complete_config
+from raytrain_hpc.config.schema import Config
+from raytrain_hpc.errors import RaytrainError
 from raytrain_hpc.planner.calibration import Calibration
+from raytrain_hpc.planner.hardware import make_machine
 from raytrain_hpc.planner.measured_links import load_calibration
 from tests.warm_pool import SMALL_OVERRIDES
 
@@ -41,3 +45,38 @@ def test_plan_measure_trains_the_best_layouts_and_saves_the_calibration(
     planned = json.loads(running.stdout)
     assert (planned["workers"], planned["calibration"]) == (2, tuned["after"])
     assert planned["machine"]["device"]["name"] == "cpu" and planned["placement"] == "all on one node"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["llama3_8b"],  # with 2000 steps of warmup
+        ["data.sources=[{path: a}, {path: b}]", "data.stages=[{from_tokens: 1e6, weights: [1, 2]}]"],
+        ["checkpoint.local_dir=/dev/shm/a", "checkpoint.interval=10", "checkpoint.upload_interval=100"],
+        ["logging.wandb_project=a", "logging.mlflow_uri=sqlite:///a", "logging.trackers=[a]", "logging.prompts=[a]"],
+        ["train.callbacks=[early_stopping]", "fault.inject=[{kind: kill, step: 3}]", "profiler.name=torch"],
+    ],
+)
+def test_trials_of_plan_measure_are_valid_runs_without_side_effects(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[Config] = []
+
+    def train(config: Config, quiet: bool) -> None:
+        complete_config(config)
+        trained.append(config)
+        raise RaytrainError("no cluster")
+
+    monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("raytrain_hpc.api.train", train)
+    monkeypatch.setattr(
+        "raytrain_hpc.driver.cluster_probe.inspect_running_cluster", lambda config: make_machine("h200", 1, 8)
+    )
+    done = CliRunner().invoke(main, ["plan", *words, f"run.dir={tmp_path / 'a'}", "--measure", "2", "--steps", "6"])
+    assert done.exit_code == 4, "no layout was trained"
+    assert done.stdout.count("failed: no cluster") == len(trained) > 0
+    for config in trained:
+        assert (config.train.steps, config.lr_scheduler.warmup_steps <= 8) == (8, True)
+        assert config.train.callbacks == config.fault.inject == config.logging.prompts == config.logging.trackers == []
+        names = (config.logging.wandb_project, config.logging.mlflow_uri, config.checkpoint.local_dir)
+        assert (*names, config.profiler.name) == ("", "", "", "none")
