@@ -25,7 +25,7 @@ from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 
 def generate(
     run_dir: str | Path,
-    prompt: str = "\n",
+    prompt: str | None = None,
     *,
     max_tokens: int = 200,
     temperature: float = 0.8,
@@ -36,6 +36,7 @@ def generate(
 ) -> Iterator[str]:
     """Continue `prompt` with at most `max_tokens` sampled tokens, yielded as pieces of text.
 
+    The default prompt is that of `find_default_prompt`.
     Uses the checkpoint of a step or label, by default the newest valid one, with the weights that a callback such as
     `EMA` has averaged, if there are any and `weights` is not "trained". Raises CheckpointError if the run has no such
     checkpoint of the built-in decoder, and DataError if it has no tokenizer or the tokenizer cannot encode the prompt.
@@ -43,7 +44,8 @@ def generate(
     directory = read_run_directory(run_dir)
     tokenizer = _load_tokenizer(directory)
     model, seq_len = load_model(directory, step, weights)
-    prompt_ids = [int(i) for i in tokenizer.encode(prompt)] or [0]
+    text = _choose_prompt(tokenizer) if prompt is None else prompt
+    prompt_ids = [int(i) for i in tokenizer.encode(text)] or [0]
     sampled_ids: list[int] = []
     yielded = ""
 
@@ -61,6 +63,19 @@ def generate(
             continue
         yield text[len(yielded) :]
         yielded = text
+
+
+def find_default_prompt(directory: RunDirectory) -> str:
+    """Return a line break, or the text of token 0 if the tokenizer of the run has none. Raises DataError."""
+    return _choose_prompt(_load_tokenizer(directory))
+
+
+def _choose_prompt(tokenizer: Tokenizer) -> str:
+    try:
+        tokenizer.encode("\n")
+    except DataError:  # a char tokenizer has only the characters of its text
+        return tokenizer.decode([0])
+    return "\n"
 
 
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer:

@@ -8,34 +8,37 @@ from typing import TYPE_CHECKING
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.dataset.sources import STDLIB
 from raytrain_hpc.driver.run_directory import read_run_directory
+from raytrain_hpc.errors import RaytrainError
 
 if TYPE_CHECKING:
     from raytrain_hpc.driver.result import Result
 
 
-_PROMPT = "\n"
-
-
 def sample_text(config: Config, result: Result) -> Iterator[str]:
     """Sample text from the trained model, if the run has a tokenizer and a checkpoint; store it and yield it as lines.
 
-    The text is appended to samples.jsonl. If that fails, the last line says so.
+    The text is appended to samples.jsonl. If sampling or storing fails, the last line says so: the run itself is done.
     """
     if result.outcome != "done" or not config.logging.sample_tokens or result.checkpoint is None:
         return
     if config.model.hf:  # transformers samples from its own models, once they are exported
         return
-    directory = read_run_directory(config.run.dir)
-    if not directory.tokenizer.exists():
-        return
-    from raytrain_hpc.text_generation import generate
+    from raytrain_hpc.text_generation import find_default_prompt, generate
 
+    try:
+        directory = read_run_directory(config.run.dir)
+        if not directory.tokenizer.exists():
+            return
+        prompt = find_default_prompt(directory)
+        text = "".join(generate(config.run.dir, prompt, max_tokens=config.logging.sample_tokens))
+    except RaytrainError as error:
+        yield f"alarm: no text was sampled: {' '.join(str(error).split())}"
+        return
     yield "sample of the model's own text:"
-    text = "".join(generate(config.run.dir, _PROMPT, max_tokens=config.logging.sample_tokens))
     for line in text.splitlines():
         yield f"  | {line}"
     try:
-        directory.append_sample(result.steps, _PROMPT, text)
+        directory.append_sample(result.steps, prompt, text)
         directory.upload()
     except OSError as error:
         yield f"alarm: the sample was not stored: {error.strerror}"
