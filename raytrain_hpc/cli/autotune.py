@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from raytrain_hpc.config.model_spec import resolve_model_spec
-from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import LayoutError, RaytrainError
 from raytrain_hpc.planner.calibration import Calibration, refit
 from raytrain_hpc.planner.cost_model import CostModel
@@ -133,7 +133,7 @@ def _make_minimal_config(config: Config) -> Config:
     minimal.model = replace(config.model, vocab_size=vocabulary)
     minimal.data = replace(config.data, path="synthetic", sources=[], stages=[])
     minimal.train = replace(config.train, callbacks=[])
-    minimal.checkpoint = replace(config.checkpoint, interval=0, local_dir="", upload_interval=AUTO)
+    minimal.checkpoint = replace(config.checkpoint, interval=0, local_dir="", upload_interval="auto")
     minimal.fault = replace(config.fault, inject=[])
     minimal.profiler = replace(config.profiler, name="none")
     trackers: dict[str, Any] = {"tensorboard": False, "ray_metrics": False, "wandb_project": "", "mlflow_uri": ""}

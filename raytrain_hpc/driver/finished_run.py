@@ -37,16 +37,16 @@ def find_step_metrics(run: PreparedRun, step: int, last_metrics: dict[str, Any])
 def load_finished_run(run: PreparedRun) -> Result | None:
     """Return the result of a run that has its checkpoint of the last step and no evaluation pending, otherwise None.
 
-    No file is changed, except that a result.json that is missing, because the driver was killed, is written. One that
-    cannot be read is kept, and the result is built from the other files.
+    No file is changed, except that a result.json that is missing or of an earlier step, because the driver was killed,
+    is written. One that cannot be read is kept, and the result is built from the other files.
     """
     newest = run.newest_checkpoint
     if newest is None or newest.step < run.config.train.steps or find_pending_eval_metrics(run, newest.step, {}):
         return None
-    result = _read_result(run.directory)
-    if result is None:
-        result = _rebuild_result(run.directory, newest)
-    if not run.directory.result.exists():
+    stored = _read_result(run.directory)
+    is_outdated = stored is not None and stored.steps != newest.step
+    result = _rebuild_result(run.directory, newest) if stored is None or is_outdated else stored
+    if is_outdated or not run.directory.result.exists():
         lease = Lease.acquire(run.directory.location, owner=run.config.run.name)
         try:
             with run.directory.keep_uploaded():

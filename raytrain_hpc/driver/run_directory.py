@@ -38,7 +38,7 @@ class RunDirectory:
     incidents.jsonl  failures and what they cost (driver/incident_log.py)
     samples.jsonl    text sampled from checkpoints: step, prompt, answer
     profile/         traces and summaries of profiled steps (observability/profiler.py)
-    result.json      the result (driver/result.py)
+    result.json      the result (driver/result.py), of a start that has ended
     """
 
     def __init__(
@@ -70,7 +70,11 @@ class RunDirectory:
         return contextlib.nullcontext() if self.working_copy is None else self.working_copy.upload_in_background()
 
     def write_start(self, config: Config, plan: dict[str, Any], tokenizer: dict[str, Any] | None) -> None:
-        """Write the settings, the plan and the tokenizer. Call before training starts."""
+        """Write the settings, the plan and the tokenizer, and remove the result of an earlier start.
+
+        Call when this start trains: until then, the files describe the earlier one.
+        """
+        self._remove_result()
         self._write_atomically(self.config, config_to_yaml(config))
         self._write_atomically(self.path / "plan.json", _to_json(plan))
         if tokenizer is not None:
@@ -104,6 +108,15 @@ class RunDirectory:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write the result of the run."""
         self._write_atomically(self.result, _to_json(result))
+
+    def _remove_result(self) -> None:
+        try:
+            if self.working_copy is not None:
+                self.working_copy.remove(self.result.name)
+            else:
+                self.result.unlink(missing_ok=True)
+        except OSError as error:
+            self._alarm(f"alarm: {self.result} cannot be removed: {error.strerror}; the run continues")
 
     def read_incidents(self) -> list[str]:
         """Return the lines of incidents.jsonl."""

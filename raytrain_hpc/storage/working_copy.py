@@ -78,6 +78,7 @@ class WorkingCopy:
         self._versions: dict[str, Version] = {}
         self._uploaded: dict[str, tuple[int, int]] = {}  # name -> (mtime in ns, size) when it was uploaded
         self._upload_times: dict[str, float] = {}
+        self._removed: set[str] = set()  # names whose objects the next upload deletes
         self._num_parts, self._parts_bytes = 0, 0  # of the growing file that are uploaded
         self._is_failing = False
 
@@ -107,12 +108,18 @@ class WorkingCopy:
         path.write_bytes(content)
         self._uploaded[name] = _get_state(path)
 
+    def remove(self, name: str) -> None:
+        """Delete a file; the next upload deletes its object, unless the file exists again. Raises OSError."""
+        (self.path / name).unlink(missing_ok=True)
+        self._removed.add(name)
+
     def upload(self, *, only_due: bool = False) -> None:
         """Upload all files that have changed. `only_due`: except large ones that were uploaded recently.
 
         Raises OSError; FileExistsError if another process has written one of the files.
         """
         with self._lock:
+            self._delete_removed()
             for name, path in self._list_files():
                 try:
                     state = _get_state(path)
@@ -124,6 +131,16 @@ class WorkingCopy:
                     if path.exists():
                         raise
                     continue  # a temporary file that was renamed since it was listed
+
+    def _delete_removed(self) -> None:
+        """Delete the objects of files that were removed, unless another process has replaced them."""
+        for name in sorted(self._removed):
+            if name in self._versions and not (self.path / name).exists():
+                target = self._remote / name
+                if target.is_file() and target.read_with_version()[1] == self._versions[name]:
+                    target.delete()
+                del self._versions[name]
+            self._removed.discard(name)
 
     def _is_due(self, name: str, size: int) -> bool:
         return time.monotonic() - self._upload_times.get(name, float("-inf")) >= size / _BYTES_PER_SECOND

@@ -120,6 +120,26 @@ def test_more_steps_continue_the_run(run_dir: Path) -> None:
     assert json.loads((run_dir / "result.json").read_text())["steps"] == 6
 
 
+def test_the_result_of_an_earlier_start_is_removed_when_training_goes_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is killed between the last checkpoint and result.json, as is another one that left the old file."""
+    earlier = (run_dir / "result.json").read_bytes()
+
+    def build_no_result(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervisor, "build_result", build_no_result)
+    with pytest.raises(KeyboardInterrupt):
+        start(run_dir, "train.steps=6")
+    assert not (run_dir / "result.json").exists()
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    (run_dir / "result.json").write_bytes(earlier)
+    result = start(run_dir, "train.steps=6")
+    assert (result.steps, result.train_loss) == (last["step"], last["train/loss"]) == (6, last["train/loss"])
+    assert Result.from_json(json.loads((run_dir / "result.json").read_text())).steps == 6
+
+
 def fail_in_generation(*_: Any) -> str:
     raise KeyboardInterrupt
 

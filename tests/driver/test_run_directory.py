@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from raytrain_hpc import Result, load_config, train
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.observability.metrics import METRIC_KEYS
+from raytrain_hpc.storage.object_path import ObjectPath
 from raytrain_hpc.text_generation import load_model
 from tests.warm_pool import make_small_config
 
@@ -97,6 +98,35 @@ def test_a_sample_is_stored_once(tmp_path: Path) -> None:
         directory.append_sample(3, "\n", answer)
     lines = [json.loads(line) for line in directory.samples.read_text().splitlines()]
     assert lines == [{"step": 3, "prompt": "\n", "answer": answer} for answer in ("a\nb", "c")]
+
+
+def test_the_result_of_an_earlier_start_is_removed_from_an_object_store(folder: ObjectPath, tmp_path: Path) -> None:
+    def start(name: str) -> RunDirectory:
+        """Return the directory of a driver that has just begun to train."""
+        (tmp_path / name).mkdir()
+        directory = RunDirectory(folder, print, tmp_path / name)
+        assert directory.working_copy is not None
+        directory.working_copy.download()
+        directory.write_start(make_small_config(tmp_path / "run"), {}, None)
+        return directory
+
+    first = start("first")
+    first.write_result({"outcome": "done"})
+    first.upload()
+    second = start("second")
+    assert not second.result.exists() and (folder / "result.json").is_file()
+    second.upload()
+    assert not (folder / "result.json").is_file()
+    second.write_result({"outcome": "stopped"})
+    second.upload()
+    third = start("third")
+    third.write_result({"outcome": "done"})  # before the object of the second start was deleted
+    third.upload()
+    assert json.loads((folder / "result.json").read_bytes()) == {"outcome": "done"}
+    fourth = start("fourth")
+    (folder / "result.json").write_bytes(b"{}")
+    fourth.upload()
+    assert (folder / "result.json").read_bytes() == b"{}", "another driver has taken over and written it"
 
 
 def test_written_config_is_the_config_of_the_run(run: FinishedRun) -> None:
