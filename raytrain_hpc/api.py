@@ -171,9 +171,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of the committed steps so far, one dict per step with the keys of metrics.jsonl."""
-        records = self._open_directory().read_metrics()
-        latest = {record["step"]: record for record in records}
-        return [latest[step] for step in sorted(latest)]
+        return self._open_directory().read_valid_metrics()
 
     def resize(self, workers: int | Literal["auto"]) -> None:
         """Continue with another number of workers, from the first step boundary after they are up. Does not block.

@@ -66,8 +66,7 @@ def _read_result(directory: RunDirectory) -> Result | None:
 
 def _rebuild_result(directory: RunDirectory, newest: Checkpoint) -> Result:
     """Return the result as far as the other files tell: the times are those from the first step to the last."""
-    steps = {metrics["step"]: metrics for metrics in directory.read_metrics()}
-    lines = [steps[step] for step in sorted(steps) if step <= newest.step]
+    lines = [metrics for metrics in directory.read_valid_metrics() if metrics["step"] <= newest.step]
     losses = [metrics["val/loss"] for metrics in lines if "val/loss" in metrics]
     productive_s = sum(metrics["time/step_s"] for metrics in lines)
     last = lines[-1] if lines else {}

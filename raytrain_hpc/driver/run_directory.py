@@ -133,9 +133,23 @@ class RunDirectory:
         with self.metrics.open(errors="replace") as file:
             for line in file:
                 try:
-                    yield json.loads(line)
+                    metrics = json.loads(line)
                 except json.JSONDecodeError:
                     continue
+                if isinstance(metrics, dict) and "step" in metrics:
+                    yield metrics
+
+    def read_valid_metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step that led to the current one, in step order.
+
+        A line of a step that was recorded before replaces it and all later ones: the run went back.
+        """
+        valid: list[dict[str, Any]] = []
+        for metrics in self.read_metrics():
+            while valid and valid[-1]["step"] >= metrics["step"]:
+                valid.pop()
+            valid.append(metrics)
+        return valid
 
     def read_step_metrics(self, step: int) -> dict[str, Any] | None:
         """Return the last line of `step` in metrics.jsonl, which is the valid one, or None."""

@@ -68,7 +68,6 @@ def read_run(run: str | Location | RunDirectory) -> RunRecord:
     except (OSError, yaml.YAMLError) as error:
         raise RunDirectoryError(f"{directory.config}: cannot be read: {' '.join(str(error).split())}") from error
     workers = _read_json(directory.path / "workers.json")
-    steps = {line["step"]: line for line in directory.read_metrics() if "step" in line}
     return RunRecord(
         location=directory.location,
         name=str(config.get("run", {}).get("name") or directory.location.name),
@@ -79,7 +78,7 @@ def read_run(run: str | Location | RunDirectory) -> RunRecord:
         versions=workers.get("versions", {}),
         samples=_read_samples(directory.samples),
         result=_read_json(directory.result),
-        metrics=[steps[step] for step in sorted(steps)],
+        metrics=directory.read_valid_metrics(),
         incidents=[json.loads(line) for line in directory.read_incidents() if line],
         timeline=_read_timeline(directory.timeline),
         profiles=_read_profiles(directory.profile),

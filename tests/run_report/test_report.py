@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from raytrain_hpc.cli.status import format_status
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.run_report.notebook import render_live_html
+from raytrain_hpc.run_report.run_reader import read_run
 from tests.run_report.run_directories import make_metrics, write_run_directory
 
 _VOID = {"meta", "br", "link", "img", "input"}
@@ -197,6 +199,20 @@ def test_report_of_a_run_with_missing_files(tmp_path: Path) -> None:
         rt.report([tmp_path / "nowhere"])
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         rt.report([run], tmp_path / "no such" / "page.html")
+
+
+def test_steps_that_a_resumed_run_has_abandoned_are_not_its_progress(tmp_path: Path) -> None:
+    """It was killed after step 6, resumed from a checkpoint of step 2, and had an evaluation of step 4 by itself."""
+    run = write_run_directory(tmp_path / "one", done=False)
+    resumed = [make_metrics(3, **{"train/loss": 5.0}), make_metrics(4), make_metrics(4, **{"val/loss": 3.5})]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(f"\n{json.dumps(line)}" for line in (*resumed, 7))
+    record = read_run(run)
+    assert [line["step"] for line in record.metrics] == [1, 2, 3, 4]
+    assert record.get_points("train/loss")[2] == (3, 5.0) and record.get_points("val/loss") == [(4, 3.5)]
+    assert any(line.startswith("step 4/6") for line in format_status(run))
+    handle = rt.Run(rt.load_config(None, [f"run.dir={run}"]), lambda: None, threading.Event(), lambda workers: None)
+    assert [line["step"] for line in handle.metrics()] == [1, 2, 3, 4]
 
 
 def test_step_phases_add_up(tmp_path: Path) -> None:
