@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from raytrain_hpc.config.loader import complete_config, load_config
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.driver.stop_signals import stop_on_signals
 from raytrain_hpc.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def train(
 
     Raises a subclass of RaytrainError with a one-line message.
     """
-    stop = threading.Event()
+    stop, config = threading.Event(), deepcopy(config)
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
     with stop_on_signals(stop):
@@ -113,6 +112,7 @@ def run_script(
     from raytrain_hpc.observability.console import Console
     from raytrain_hpc.runtime.worker_spec import Script
 
+    config = deepcopy(config)
     complete_config(config)
     path = Path(script).expanduser().absolute()
     if not path.is_file():
@@ -139,12 +139,17 @@ def start(
 ) -> Run:
     """Start a training run in a background thread and return a handle to it.
 
-    Arguments as of `train`, datasets and streams included.
+    Arguments as of `train`, datasets and streams included. Later changes of `config` and of the working directory have
+    no effect on the run.
     """
-    stop = threading.Event()
+    from raytrain_hpc.driver.run_setup import make_paths_absolute
+
+    stop, config = threading.Event(), deepcopy(config)
+    complete_config(config)
+    config = make_paths_absolute(config)
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
-    return Run(config, supervisor.run, stop, supervisor.resize)
+    return Run(config.run.dir, supervisor.run, stop, supervisor.resize)
 
 
 class Run:
@@ -152,12 +157,12 @@ class Run:
 
     def __init__(
         self,
-        config: Config,
+        run_dir: str,
         target: Callable[[], Result],
         stop: threading.Event,
         resize: Callable[[int | Literal["auto"]], None],
     ):
-        self._config, self._stop, self._resize = config, stop, resize
+        self._run_dir, self._stop, self._resize = run_dir, stop, resize  # absolute
         self._result: Result | None = None
         self._error: BaseException | None = None
         # An event instead of Thread.join: a join interrupted by Ctrl-C marks a running thread as ended.
@@ -192,7 +197,7 @@ class Run:
         Raises TimeoutError if the run has not ended after `timeout` seconds.
         """
         if not self._finished.wait(timeout):
-            raise TimeoutError(f"the run in {self._config.run.dir} is still running after {timeout} s")
+            raise TimeoutError(f"the run in {self._run_dir} is still running after {timeout} s")
         if self._error is not None:
             raise self._error
         if self._result is None:
@@ -226,7 +231,7 @@ class Run:
         from raytrain_hpc.driver.run_directory import RunDirectory
         from raytrain_hpc.storage.location import parse_location
 
-        return RunDirectory(parse_location(self._config.run.dir))
+        return RunDirectory(parse_location(self._run_dir))
 
     def _run(self, target: Callable[[], Result]) -> None:
         try:
@@ -370,26 +375,6 @@ def _build_supervisor(
 
     complete_config(config)
     return Supervisor(config, custom, Console(quiet=quiet), stop, callbacks, lr_schedule)
-
-
-@contextmanager
-def stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """Set `stop` at the first Ctrl-C or SIGTERM; raise KeyboardInterrupt at the second."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def request_stop(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 __all__ = ["Run", "load_config", "plan", "run_script", "start", "train"]

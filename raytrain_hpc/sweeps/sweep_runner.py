@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.api import stop_on_signals
 from raytrain_hpc.checkpoint.lease import Lease
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.ray_host import open_trial_slots
+from raytrain_hpc.driver.stop_signals import stop_on_signals
 from raytrain_hpc.driver.trial_slots import TrialSlots
 from raytrain_hpc.errors import ConfigError, RunDirectoryError
 from raytrain_hpc.storage.location import Location

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import threading
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from raytrain_hpc import Result, load_config, train
+from raytrain_hpc import Config, Result, load_config, start, train
 from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.supervisor import Supervisor
 from raytrain_hpc.observability.metrics import METRIC_KEYS
 from raytrain_hpc.storage.object_path import ObjectPath
 from raytrain_hpc.text_generation import load_model
@@ -101,7 +104,7 @@ def test_a_sample_is_stored_once(tmp_path: Path) -> None:
 
 
 def test_the_result_of_an_earlier_start_is_removed_from_an_object_store(folder: ObjectPath, tmp_path: Path) -> None:
-    def start(name: str) -> RunDirectory:
+    def begin(name: str) -> RunDirectory:
         """Return the directory of a driver that has just begun to train."""
         (tmp_path / name).mkdir()
         directory = RunDirectory(folder, print, tmp_path / name)
@@ -110,20 +113,20 @@ def test_the_result_of_an_earlier_start_is_removed_from_an_object_store(folder: 
         directory.write_start(make_small_config(tmp_path / "run"), {}, None)
         return directory
 
-    first = start("first")
+    first = begin("first")
     first.write_result({"outcome": "done"})
     first.upload()
-    second = start("second")
+    second = begin("second")
     assert not second.result.exists() and (folder / "result.json").is_file()
     second.upload()
     assert not (folder / "result.json").is_file()
     second.write_result({"outcome": "stopped"})
     second.upload()
-    third = start("third")
+    third = begin("third")
     third.write_result({"outcome": "done"})  # before the object of the second start was deleted
     third.upload()
     assert json.loads((folder / "result.json").read_bytes()) == {"outcome": "done"}
-    fourth = start("fourth")
+    fourth = begin("fourth")
     (folder / "result.json").write_bytes(b"{}")
     fourth.upload()
     assert (folder / "result.json").read_bytes() == b"{}", "another driver has taken over and written it"
@@ -134,6 +137,45 @@ def test_written_config_is_the_config_of_the_run(run: FinishedRun) -> None:
     assert loaded.eval.interval == 2
     assert loaded.run.dir == str(run.path)
     assert run.json("plan.json")["layout"] == run.json("result.json")["layout"]
+
+
+def test_a_run_in_the_background_keeps_its_settings_and_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop over settings changes one config for one run after the other."""
+    for name in ("work", "elsewhere"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    gate, train_now = threading.Event(), Supervisor.run
+    monkeypatch.setattr(Supervisor, "run", lambda supervisor: gate.wait(60) and train_now(supervisor))
+    config = make_small_config("first", "cluster.workers=0", "cluster.device=cpu", "train.steps=3")
+    handle = start(config)
+    config.run.dir, config.train.steps, config.optimizer.lr = "second", 2, 0.5
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.set()
+    result = handle.result(60)
+    assert (result.steps, result.run_dir) == (3, str(tmp_path / "work" / "first"))
+    assert [line["step"] for line in handle.metrics()] == [1, 2, 3]
+    assert [path.name for path in tmp_path.glob("*/*")] == ["first"]
+    recorded = load_config(tmp_path / "work" / "first" / "config.yaml")
+    assert (recorded.optimizer.lr, recorded.train.steps) == (make_small_config().optimizer.lr, 3)
+
+
+def test_a_config_is_left_as_it_was(tmp_path: Path) -> None:
+    """A dataset of the caller's own fits some settings to itself."""
+    config = make_small_config(tmp_path, "cluster.workers=0", "cluster.device=cpu", "train.steps=2")
+    del config.origins["train.seq_len"]
+    before = deepcopy(config)
+    train(config, model=build_scale, loss=compute_square, dataset=[torch.ones(1)] * 12, quiet=True)
+    assert config == before
+
+
+def build_scale(config: Config) -> torch.nn.Module:
+    return torch.nn.Linear(1, 1)
+
+
+def compute_square(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) ** 2).sum()
 
 
 def test_no_temporary_files_remain(run: FinishedRun) -> None:

@@ -211,7 +211,7 @@ def test_steps_that_a_resumed_run_has_abandoned_are_not_its_progress(tmp_path: P
     assert [line["step"] for line in record.metrics] == [1, 2, 3, 4]
     assert record.get_points("train/loss")[2] == (3, 5.0) and record.get_points("val/loss") == [(4, 3.5)]
     assert any(line.startswith("step 4/6") for line in format_status(run))
-    handle = rt.Run(rt.load_config(None, [f"run.dir={run}"]), lambda: None, threading.Event(), lambda workers: None)
+    handle = rt.Run(str(run), lambda: None, threading.Event(), lambda workers: None)
     assert [line["step"] for line in handle.metrics()] == [1, 2, 3, 4]
 
 
