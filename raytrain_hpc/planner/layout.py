@@ -85,8 +85,10 @@ class Layout:
 
     @property
     def pipeline(self) -> PipelineSchedule:
-        """Pipeline schedule. Without pipeline parallelism it has one rank and one stage."""
-        return PipelineSchedule(self.schedule, self.pp, self.virtual_stages if self.pp > 1 else 1)
+        """Pipeline schedule. Without pipeline parallelism it is 1f1b with one rank and one stage."""
+        if self.pp == 1:
+            return PipelineSchedule("1f1b", 1, 1)
+        return PipelineSchedule(self.schedule, self.pp, self.virtual_stages)
 
     @property
     def is_lockstep(self) -> bool:

@@ -77,6 +77,16 @@ def test_verdict_within_three_percent_of_memory_is_tight(memory_gib: float, verd
     assert result["verdict"].startswith(verdict) and result["tight"] == ("tight" in verdict)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"])
+def test_a_pipeline_schedule_does_not_matter_to_one_stage(schedule: str) -> None:
+    words = ["model.preset=llama3_1b", "train.seq_len=2048", "parallel.pp=1", "train.micro_batch_size=1"]
+    same, other = (
+        plan(load_config(None, [*words, f"parallel.pp_schedule={name}"]), gpus_per_node=8)["layouts"]
+        for name in ("1f1b", schedule)
+    )
+    assert [row | {"pp_schedule": "1f1b"} for row in other] == same
+
+
 def test_layouts_that_describe_the_same_run_are_listed_once() -> None:
     """ZeRO shards nothing over one rank; one stage has no pipeline schedule."""
     gpt2 = ["model.preset=gpt2_124m", "train.dtype=bf16", "train.seq_len=1024"]
