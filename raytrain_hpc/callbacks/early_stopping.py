@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raytrain_hpc.callbacks.best_metric import MetricCallback, Mode
+from raytrain_hpc.errors import CallbackError
 
 
 class EarlyStopping(MetricCallback):
@@ -13,6 +14,9 @@ class EarlyStopping(MetricCallback):
     """
 
     def __init__(self, metric: str = "val/loss", *, patience: int = 3, min_delta: float = 0.0, mode: Mode = "min"):
+        """Initialize. Raises CallbackError if `patience` is below 1."""
+        if patience < 1:
+            raise CallbackError(f"patience={patience}: needs at least 1")
         super().__init__(metric, mode, min_delta)
         self._patience = patience
 

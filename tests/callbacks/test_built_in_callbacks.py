@@ -253,6 +253,7 @@ def test_garbage_is_collected_at_fixed_steps_only(tmp_path: Path, monkeypatch: p
     [
         (lambda: EMA(1.0), "decay=1.0"),
         (lambda: EarlyStopping(mode="low"), "mode='low'"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(patience=0), "patience=0: needs at least 1"),
         (lambda: GarbageCollection(0), "interval=0"),
         (lambda: MemorySnapshot([3]), r"steps=\[3\]"),
     ],

@@ -183,6 +183,24 @@ def test_invalid_setting_is_a_one_line_error_with_key_origin_and_remedy(word: st
     assert error.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "fault.inject=[{kind: nan}, {kind: kill, rank: -1}]",
+            "fault.inject[1].rank=-1 (command line): needs at least 0",
+        ),
+        ("fault.inject=[{kind: nan, step: 0}]", "fault.inject[0].step=0 (command line): needs at least 1"),
+        ("fault.inject=[{kind: bitflip, bit: -3}]", "fault.inject[0].bit=-3 (command line): needs at least 0"),
+        ("data.sources=[{path: a, weight: -1}]", "data.sources[0].weight=-1.0 (command line): needs at least 0"),
+        ("data.sources=[{path: a, weight: .inf}]", "data.sources[0].weight=inf (command line): needs a finite number"),
+        ("data.stages=[{from_tokens: 0}]", "data.stages[0].from_tokens=0 (command line): needs more than 0"),
+    ],
+)
+def test_a_number_out_of_bounds_in_a_list_is_named(word: str, message: str) -> None:
+    assert str(expect_config_error(word)) == message
+
+
 def test_path_together_with_sources_is_refused() -> None:
     assert "not both" in str(expect_config_error("data.path=x", "data.sources=[{path: a}]"))
     assert load_config(None, ["data.path=stdlib", "data.sources=[{path: a}]"]).data.sources[0].path == "a"

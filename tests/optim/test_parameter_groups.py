@@ -139,7 +139,7 @@ def test_frozen_parameters_have_no_gradients(pool: WarmPool) -> None:
         ("[{pattern: layer.0.*}]", r"optimizer.groups.pattern='layer.0.\*' .*matches no parameter; .*embedding.weight"),
         ("[{pattern: '*', frozen: true}]", r"optimizer.groups=\['\*'\] .*freezes every parameter"),
         ("[{lr_factor: 2}]", "every group needs a pattern"),
-        ("[{pattern: '*', lr_factor: -1}]", r"optimizer.groups.lr_factor=-1.0 .*at least 0, in the group with pattern"),
+        ("[{pattern: '*', lr_factor: -1}]", r"optimizer.groups\[0\].lr_factor=-1.0 .*needs at least 0"),
         ("[{pattern: '*', lr: 2}]", "needs a list like"),
     ],
 )
