@@ -267,7 +267,7 @@ def fingerprint(run_dir: str | Path) -> str:
 def build_report(faults: Sequence[InjectConfig], run_dir: str | Path) -> DrillReport:
     """Match the faults with the incidents that a finished run recorded in its directory."""
     directory = read_run_directory(run_dir)
-    incidents = [json.loads(line) for line in directory.read_incidents()]
+    incidents = directory.read_incidents()
     metrics = list(directory.read_metrics())
     markers = {number: directory.location / "injected" / str(number) for number in range(len(faults))}
     times = sorted((get_modified_time(marker), number) for number, marker in markers.items() if marker.is_file())

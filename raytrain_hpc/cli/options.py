@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +16,8 @@ from raytrain_hpc.errors import ConfigError, RaytrainError
 EXIT_DOES_NOT_FIT = 1  # exit code of `plan` if no layout fits into memory
 EXIT_STOPPED = 3  # exit code of a run that was stopped on request, with a checkpoint saved
 EXIT_FAILED = 4  # exit code of a sweep with a trial that failed, and of `plan --measure` if no layout trains
+
+_YAML = (".yaml", ".yml")  # endings of config files
 
 
 class StepOrLabel(click.ParamType[int | str]):
@@ -145,12 +148,14 @@ def print_errors_on_one_line(command: Callable[..., None]) -> Callable[..., None
 def split_words(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     """Split `[CONFIG.yaml] [key=value ...]`, in any order, into the config file and the overrides.
 
+    A word with `=` that ends as a YAML file does, and is one, is the config: sweeps name directories by their settings.
+
     Raises:
         ConfigError: More than one config file is named.
     """
-    files = [word for word in words if "=" not in word]
+    files = [word for word in words if "=" not in word or (Path(word).suffix in _YAML and Path(word).is_file())]
     if len(files) > 1:
         raise ConfigError(
             "config", files[1], "command line", f"one config file at a time; remove this one or {files[0]}"
         )
-    return (files[0] if files else None), [word for word in words if "=" in word]
+    return (files[0] if files else None), [word for word in words if word not in files]

@@ -31,7 +31,11 @@ def resize(run_dir: str, workers: str, wait_s: float) -> None:
     Prints the number of workers that train when the change has taken place, or after --wait seconds.
     """
     number = _parse_workers(workers)
-    path = parse_location(run_dir)
+    try:
+        path = parse_location(run_dir)
+    except ValueError as error:
+        remedy = f"not a path or URL of an object store: {error}"
+        raise ConfigError("RUN_DIR", run_dir, "command line", remedy) from error
     if isinstance(path, Path) and not path.is_dir():
         raise RunDirectoryError(f"{run_dir}: no such run directory; give the run.dir of a running run")
     if not _is_running(path):

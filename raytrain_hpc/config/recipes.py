@@ -19,10 +19,10 @@ def list_recipes() -> dict[str, Path]:
 def find_recipe(source: str | Path) -> tuple[Path, str]:
     """Return the YAML file that `source` names, by its path or as a recipe, and its name for messages.
 
-    An existing file wins over a recipe of the same name. Raises ConfigError if there is neither.
+    An existing file wins over a recipe of the same name, a directory does not. Raises ConfigError if there is neither.
     """
     path, recipes = Path(source), list_recipes()
-    if path.exists():
+    if path.exists() and not (path.is_dir() and str(source) in recipes):
         return path, str(path)
     if str(source) in recipes:
         return recipes[str(source)], f"recipe {source}"

@@ -81,7 +81,7 @@ def _rebuild_result(directory: RunDirectory, newest: Checkpoint) -> Result:
         tokens=last.get("train/tokens", 0),
         wall_s=wall_s,
         goodput=min(1.0, productive_s / wall_s) if wall_s else 0.0,  # the two clocks differ by rounding
-        restarts=sum("world" in json.loads(line) for line in directory.read_incidents()),
+        restarts=sum("world" in incident for incident in directory.read_incidents()),
         layout=json.loads(plan.read_text())["layout"] if plan.exists() else {},
         checkpoint=str(newest.path),
         run_dir=str(directory.location),

@@ -31,7 +31,7 @@ class IncidentLog:
     def __init__(self, directory: RunDirectory, on_incident: Callable[[dict[str, Any]], None] = lambda incident: None):
         """Read the incidents of earlier starts. `on_incident`: called with each one, and again when it is complete."""
         self._directory, self._on_incident = directory, on_incident
-        self._lines = directory.read_incidents()
+        self._lines = [json.dumps(incident) for incident in directory.read_incidents()]
         self._open_incident: dict[str, Any] | None = None
         self._ready_record: dict[str, Any] | None = None  # of rank 0
 

@@ -118,9 +118,9 @@ class RunDirectory:
         except OSError as error:
             self._alarm(f"alarm: {self.result} cannot be removed: {error.strerror}; the run continues")
 
-    def read_incidents(self) -> list[str]:
-        """Return the lines of incidents.jsonl."""
-        return self.incidents.read_text().splitlines() if self.incidents.exists() else []
+    def read_incidents(self) -> list[dict[str, Any]]:
+        """Return the incidents in incidents.jsonl, except damaged lines."""
+        return list(read_json_lines(self.incidents))
 
     def write_incidents(self, lines: list[str]) -> None:
         """Write all lines of incidents.jsonl. They are few, and the last one changes when the run has recovered."""
@@ -128,16 +128,7 @@ class RunDirectory:
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl in file order, except lines that a kill left incomplete."""
-        if not self.metrics.exists():
-            return
-        with self.metrics.open(errors="replace") as file:
-            for line in file:
-                try:
-                    metrics = json.loads(line)
-                except json.JSONDecodeError:
-                    continue
-                if isinstance(metrics, dict) and "step" in metrics:
-                    yield metrics
+        return (metrics for metrics in read_json_lines(self.metrics) if "step" in metrics)
 
     def read_valid_metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of each step that led to the current one, in step order.
@@ -182,9 +173,13 @@ def read_run_directory(run_dir: str | Location) -> RunDirectory:
     """
     run_dir = str(run_dir)
     if not is_url(run_dir):
-        return RunDirectory(Path(run_dir).expanduser())
+        return _download(run_dir, lambda text: None, None)
     working_path = Path(tempfile.mkdtemp(prefix="raytrain-read-"))
-    directory = _download(run_dir, lambda text: None, working_path)
+    try:
+        directory = _download(run_dir, lambda text: None, working_path)
+    except BaseException:
+        shutil.rmtree(working_path, ignore_errors=True)
+        raise
     weakref.finalize(directory, shutil.rmtree, working_path, ignore_errors=True)
     return directory
 
@@ -199,6 +194,20 @@ def _download(run_dir: str | Path, alarm: Callable[[str], None], working_path: P
     except OSError as error:
         raise RunDirectoryError(f"{run_dir}: cannot be read: {error.strerror}") from error
     return directory
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a file, one per line, except damaged lines. A file that does not exist has none."""
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        for line in file:
+            try:
+                content = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(content, dict):
+                yield content
 
 
 def _to_json(content: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, read_json_lines, read_run_directory
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.kernel_summary import KernelSummary
 from raytrain_hpc.observability.profiler import KERNELS_SUFFIX
@@ -76,10 +76,10 @@ def read_run(run: str | Location | RunDirectory) -> RunRecord:
         workers=workers.get("workers", []),
         preferred_run=workers.get("preferred_run", ""),
         versions=workers.get("versions", {}),
-        samples=_read_samples(directory.samples),
+        samples=list(read_json_lines(directory.samples)),
         result=_read_json(directory.result),
         metrics=directory.read_valid_metrics(),
-        incidents=[json.loads(line) for line in directory.read_incidents() if line],
+        incidents=directory.read_incidents(),
         timeline=_read_timeline(directory.timeline),
         profiles=_read_profiles(directory.profile),
     )
@@ -92,17 +92,6 @@ def _read_json(path: Path) -> Json:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _read_samples(path: Path) -> list[Json]:
-    """Return the samples in samples.jsonl, except a line that a kill left incomplete."""
-    samples = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            samples.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return samples
 
 
 def _read_timeline(directory: Path) -> tuple[str, str] | None:

@@ -18,8 +18,16 @@ def is_url(location: str | Path) -> bool:
 
 
 def parse_location(location: str | Path) -> Location:
-    """Return the path, or the object path, that a run directory's name stands for. Raises ValueError for a bad URL."""
-    return ObjectPath.from_url(str(location)) if is_url(location) else Path(location).expanduser()
+    """Return the path, or the object path, that a run directory's name stands for.
+
+    Raises ValueError for a bad URL, and for the home directory of a user that does not exist (~NAME).
+    """
+    if is_url(location):
+        return ObjectPath.from_url(str(location))
+    try:
+        return Path(location).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{Path(location).parts[0]} is no user with a home directory here") from error
 
 
 def make_absolute(location: str) -> str:

@@ -61,6 +61,17 @@ def test_schema_is_printed_as_json() -> None:
     assert set(json.loads(run("config", "--schema"))["properties"]) == {"base", *SECTIONS}
 
 
+def test_a_config_in_a_directory_named_by_a_setting_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the trials of a sweep are."""
+    path = tmp_path / "sweep" / "optimizer.lr=0.1" / "config.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("train: {seq_len: 77}")
+    monkeypatch.chdir(tmp_path)
+    lines = run("config", "--print", "train.steps=9", str(path.relative_to(tmp_path))).splitlines()
+    found = {line.split("=")[0]: line.split("#")[0].strip() for line in lines}
+    assert (found["train.seq_len"], found["train.steps"]) == ("train.seq_len=77", "train.steps=9")
+
+
 def test_recipes_are_listed_and_shown() -> None:
     output = run("recipes")
     for name in (*list_recipes(), *PRESETS):

@@ -86,6 +86,16 @@ def test_runs_that_do_not_exist_or_do_not_run_are_refused(tmp_path: Path) -> Non
     assert not (idle / REQUEST_NAME).exists()
 
 
+@pytest.mark.parametrize(
+    ("run_dir", "reason"), [("http://a/b", "needs one of s3://"), ("~nobody-here/a", "is no user")]
+)
+def test_a_name_that_cannot_be_a_run_directory_is_refused(run_dir: str, reason: str) -> None:
+    result = CliRunner().invoke(main, ["resize", run_dir, "3"])
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert result.stderr.startswith(f"error: RUN_DIR='{run_dir}' (command line): ") and reason in result.stderr
+    assert CliRunner().invoke(main, ["status", run_dir]).exit_code == 2
+
+
 def test_a_request_for_an_earlier_driver_is_ignored(tmp_path: Path) -> None:
     mailbox = Mailbox(tmp_path)
     with pytest.raises(RunDirectoryError, match=r"did not reply within 0\.2 s"):

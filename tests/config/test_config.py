@@ -169,6 +169,8 @@ def test_python_keyword_key_is_written_without_underscore() -> None:
         ("model.dropout=1", "below 1"),
         ("parallel.zero=4", "must be one of the stages 0, 1, 2 and 3"),
         ("run.dir=", "needs a directory"),
+        ("run.dir=~nobody-here/a", "~nobody-here is no user with a home directory"),
+        ("run.init_from=~nobody-here/a", "~nobody-here is no user with a home directory"),
         ("profiler.steps=[3, 3]", "first < end"),
         ("checkpoint.local_dir=nvme/checkpoints", "needs an absolute path; it may begin with ~ or $VARIABLE"),
         ("checkpoint.local_keep=0", "needs at least 1"),

@@ -201,6 +201,11 @@ def test_recipe_is_found_by_name_from_any_directory(tmp_path: Path, monkeypatch:
     config = load_config("llama3_1b")
     assert config.run.name == "llama3_1b" and config.model.hidden_size == 2048
     assert config.origin("train.seq_len") == "recipe llama3_1b:16"
+    (tmp_path / "llama3_1b").mkdir()
+    assert load_config("llama3_1b").model.hidden_size == 2048, "a directory is no config"
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "llama3_1b").rmdir()
     (tmp_path / "llama3_1b").write_text("train: {steps: 3}")
     assert load_config("llama3_1b").train.steps == 3, "an existing file wins"
     with pytest.raises(ConfigError, match=r"No such file or recipe; did you mean the recipe llama3_8b\?"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
+import tempfile
 import threading
 from copy import deepcopy
 from dataclasses import dataclass
@@ -16,10 +18,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from raytrain_hpc import Config, Result, load_config, start, train
-from raytrain_hpc.driver.run_directory import RunDirectory
+from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
 from raytrain_hpc.driver.supervisor import Supervisor
+from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.metrics import METRIC_KEYS
 from raytrain_hpc.storage.object_path import ObjectPath
+from raytrain_hpc.storage.working_copy import WorkingCopy
 from raytrain_hpc.text_generation import load_model
 from tests.warm_pool import make_small_config
 
@@ -130,6 +134,18 @@ def test_the_result_of_an_earlier_start_is_removed_from_an_object_store(folder: 
     (folder / "result.json").write_bytes(b"{}")
     fourth.upload()
     assert (folder / "result.json").read_bytes() == b"{}", "another driver has taken over and written it"
+
+
+def test_a_run_that_cannot_be_read_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(copy: WorkingCopy) -> None:
+        (copy.path / "config.yaml").write_text("")
+        raise PermissionError(errno.EACCES, "denied")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(WorkingCopy, "download", refuse)
+    with pytest.raises(RunDirectoryError, match="cannot be read: denied"):
+        read_run_directory("s3://bucket/run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_written_config_is_the_config_of_the_run(run: FinishedRun) -> None:

@@ -215,6 +215,17 @@ def test_steps_that_a_resumed_run_has_abandoned_are_not_its_progress(tmp_path: P
     assert [line["step"] for line in handle.metrics()] == [1, 2, 3, 4]
 
 
+def test_damaged_incidents_and_samples_are_left_out(tmp_path: Path) -> None:
+    run = write_run_directory(tmp_path / "run")
+    for name in ("incidents.jsonl", "samples.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('\n7\n\n{"kind": "di')
+    _, text = parse_page(rt.report([run]))
+    assert "incidents 1 " in text
+    assert any(line.startswith("incidents  1; last: rank 1 died") for line in format_status(run))
+    assert "died" in render_live_html(RunDirectory(run), "running")
+
+
 def test_step_phases_add_up(tmp_path: Path) -> None:
     parser, _ = parse_page(rt.report([write_run_directory(tmp_path / "run")]))
     chart = parser.get_chart("Step time by phase")
