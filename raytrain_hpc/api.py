@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -207,15 +208,15 @@ class Run:
     def watch(self, every_s: float = 1.0) -> None:
         """Show live metrics and the loss curve in a notebook until the run ends, updated every `every_s` seconds.
 
-        Interrupting the kernel stops the live display; the run continues, and `stop` and `resize` still work.
+        Interrupting the kernel stops the live display; the run continues, and `stop` and `resize` still work. Outside
+        of a notebook, the lines that the run prints are all there is.
         """
-        from IPython.display import display
-
         try:
-            handle: Any = display(self, display_id=True)  # type: ignore[no-untyped-call]
+            handle = _start_display(self)
             while self.running:
                 self._finished.wait(every_s)
-                handle.update(self)
+                if handle is not None:
+                    handle.update(self)
         except KeyboardInterrupt:
             return
 
@@ -378,3 +379,12 @@ def _build_supervisor(
 
 
 __all__ = ["Run", "load_config", "plan", "run_script", "start", "train"]
+
+
+def _start_display(run: Run) -> Any:
+    """Display a run in the notebook of this process, and return a handle with which to update it; None elsewhere."""
+    if "IPython" not in sys.modules:
+        return None
+    from IPython.display import display
+
+    return display(run, display_id=True)  # type: ignore[no-untyped-call]

@@ -169,6 +169,8 @@ def test_a_run_in_the_background_keeps_its_settings_and_its_directory(
     config.run.dir, config.train.steps, config.optimizer.lr = "second", 2, 0.5
     monkeypatch.chdir(tmp_path / "elsewhere")
     gate.set()
+    handle.watch()
+    assert not handle.running, "outside of a notebook it waits"
     result = handle.result(60)
     assert (result.steps, result.run_dir) == (3, str(tmp_path / "work" / "first"))
     assert [line["step"] for line in handle.metrics()] == [1, 2, 3]
