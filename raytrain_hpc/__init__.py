@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from raytrain_hpc.callbacks.keep_best import KeepBest
     from raytrain_hpc.callbacks.memory_snapshot import MemorySnapshot
     from raytrain_hpc.callbacks.nvtx_ranges import NvtxRanges
+    from raytrain_hpc.checkpoint_weights import load_weights
     from raytrain_hpc.config.loader import load_config
     from raytrain_hpc.config.schema import Config
     from raytrain_hpc.data.preprocess.prepare import prepare
@@ -85,6 +86,7 @@ _MODULES = {
     "import_dcp": "dcp.dcp_importer",
     "import_model": "huggingface.importer",
     "load_config": "config.loader",
+    "load_weights": "checkpoint_weights",
     "plan": "api",
     "prepare": "data.preprocess.prepare",
     "report": "run_report.writer",
@@ -133,6 +135,7 @@ __all__ = [
     "import_dcp",
     "import_model",
     "load_config",
+    "load_weights",
     "plan",
     "prepare",
     "report",

@@ -103,7 +103,7 @@ def load_model(
     if checkpoint is None:
         raise CheckpointError(f"{directory.location}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None:
-        raise CheckpointError(f"{checkpoint.path}: holds a custom model; load it with the model's own class")
+        raise CheckpointError(f"{checkpoint.path}: holds a custom model; see raytrain_hpc.load_weights")
     spec = ModelSpec.from_json(checkpoint.meta["model"])
     dtype = torch.float64 if checkpoint.meta["dtype"] == "fp64" else torch.float32
     with torch.device("meta"):

@@ -116,7 +116,8 @@ def _find_checkpoint(directory: RunDirectory, step: int | str | None) -> Checkpo
     if checkpoint is None:
         raise CheckpointError(f"{directory.location}: no valid checkpoint; train first")
     if checkpoint.meta["model"] is None and checkpoint.meta.get(HF_CONFIG_KEY) is None:
-        raise CheckpointError(f"{checkpoint.path}: holds a custom model; only the built-in decoder can be exported")
+        remedy = "only the built-in decoder can be exported; load its weights with raytrain_hpc.load_weights"
+        raise CheckpointError(f"{checkpoint.path}: holds a custom model; {remedy}")
     return checkpoint
 
 

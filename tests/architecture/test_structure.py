@@ -26,6 +26,7 @@ PACKAGE_OF_FILE = {
     "script_loader": "api",
     "cache_dir": "config",
     "cpu_limits": "config",
+    "checkpoint_weights": "api",
     "text_generation": "api",
     "__main__": "cli",
     "__init__": "public",
