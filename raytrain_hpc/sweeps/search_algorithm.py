@@ -27,6 +27,9 @@ class SearchAlgorithm(Protocol):
     def tell(self, trial: Trial) -> None:
         """Take a trial that has ended into account."""
 
+    def exclude(self, settings: tuple[str, ...]) -> None:
+        """Take into account that a trial of an earlier command has these settings, whether or not it has ended."""
+
 
 class GridSearch:
     """All combinations of the values. Raises ConfigError for a range."""
@@ -46,6 +49,9 @@ class GridSearch:
 
     def tell(self, trial: Trial) -> None:
         """Do nothing: a grid does not depend on results."""
+
+    def exclude(self, settings: tuple[str, ...]) -> None:
+        """Do nothing: the trial of a combination is the same in every command."""
 
 
 class OptunaSearch:
@@ -82,6 +88,10 @@ class OptunaSearch:
                 return settings
             self._study.tell(asked, state=_get_states().FAIL)  # the same settings would give the same result
         return None
+
+    def exclude(self, settings: tuple[str, ...]) -> None:
+        """Never return these settings from `ask`."""
+        self._tried.add(settings)
 
     def tell(self, trial: Trial) -> None:
         """Tell optuna the result of a trial: of one that was asked for, or that an earlier command has run."""

@@ -127,6 +127,7 @@ class _SweepRunner:
         self._running: list[TrialProcess] = []
         self._curves: dict[tuple[str, ...], Curve] = {}  # of finished trials, by settings
         for trial in recorded:
+            plan.search.exclude(trial.settings)  # also of a trial that is still to be continued
             if trial.is_finished:
                 plan.search.tell(trial)
                 self._add_curve(trial)
@@ -163,10 +164,11 @@ class _SweepRunner:
 
     def _generate_trials(self, recorded: Sequence[Trial]) -> Iterator[Trial]:
         """Yield the trials to run: those of an earlier command that are not finished, then new ones."""
-        is_grid = self._options.search == "grid"
-        if not is_grid:
+        first, count = 0, self._plan.num_trials
+        if self._options.search != "grid":
             yield from (trial for trial in recorded if not trial.is_finished)
-        for number in range(0 if is_grid else len(recorded), self._plan.num_trials):
+            first, count = max((trial.number for trial in recorded), default=-1) + 1, count - len(recorded)
+        for number in range(first, first + count):
             settings = self._plan.search.ask(number)
             if settings is None:
                 return

@@ -208,6 +208,28 @@ def test_a_trial_that_was_running_when_the_sweep_was_killed_is_continued(tmp_pat
     assert [count_starts(trial) for trial in after.trials] == [2, 1, 1]
 
 
+def test_a_search_that_was_interrupted_tries_all_values_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"search": "random", "num_trials": 4, "at_once": 1}
+    over = "optimizer.beta1=0.1,0.2,0.3,0.4"
+    for seed in range(40):  # one whose trial 2 would have the settings of trial 0 or 1, were they not known
+        plan = make_plan(tmp_path / f"{seed}", over, seed=seed, **options)
+        asked = [plan.search.ask(number) for number in range(3)]
+        if make_plan(tmp_path / f"{seed}", over, seed=seed, **options).search.ask(2) in asked[:2]:
+            break
+    interrupted = [replace(plan.make_trial(n, asked[n] or ()), state="interrupted") for n in range(2)]
+    plan.directory.mkdir()
+    plan.record.save(interrupted)
+    result = run(make_plan(tmp_path / f"{seed}", over, seed=seed, **options))
+    assert sorted(trial.settings for trial in result.trials) == [(f"optimizer.beta1=0.{n}",) for n in range(1, 5)]
+    assert [trial.number for trial in result.trials] == [0, 1, 2, 3]
+    assert [count_starts(trial) for trial in result.trials] == [1] * 4 and result.is_complete
+    # A record that lacks a trial, as an earlier version may have left it: the numbers of the others stay theirs.
+    plan.record.save([trial for trial in result.trials if trial.number != 1])
+    result = run(make_plan(tmp_path / f"{seed}", over, seed=seed, **options))
+    assert [trial.number for trial in result.trials] == [0, 2, 3, 4]
+    assert result.trials[3].settings == interrupted[1].settings
+
+
 def test_a_trial_that_is_still_saving_for_a_killed_sweep_is_waited_for(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "optimizer.lr=1e-3", at_once=1)
     trial = replace(plan.make_trial(0, ("optimizer.lr=1e-3",)), state="running")
