@@ -13,7 +13,7 @@ import yaml
 
 from raytrain_hpc.config.aliases import suggest_key
 from raytrain_hpc.config.field import suggest_name
-from raytrain_hpc.config.init_from import read_model_settings
+from raytrain_hpc.config.init_from import INIT_FROM_KEY, find_model_source, read_model_settings
 from raytrain_hpc.config.presets import PRESET_TRAINING, PRESETS
 from raytrain_hpc.config.recipes import find_recipe
 from raytrain_hpc.config.schema import AUTO, PLANNABLE_KEYS, SECTIONS, Config, get_default, get_fields, to_dict
@@ -47,10 +47,27 @@ def load_config(
 
 def build_config(settings: list[Setting]) -> Config:
     """Apply settings in order on top of the defaults, resolve references, and validate the result."""
+    given, preset = tuple(settings), _list_preset_settings(settings)
+    settings = [*preset, *given]
+    values, auto_choices = _collect_values(settings)
+    if values[INIT_FROM_KEY]:
+        settings = [*preset, *_list_init_settings(values, given), *given]
+        values, auto_choices = _collect_values(settings)
+    sources = {setting.key: setting for setting in settings}
+    sections = {
+        name: section(**{f.name: values[f"{name}.{f.name.rstrip('_')}"] for f in section.__dataclass_fields__.values()})
+        for name, section in SECTIONS.items()
+    }
+    origins = {key: setting.origin for key, setting in sources.items()}
+    config = Config(**sections, origins=origins, auto_choices=auto_choices, settings=given)  # type: ignore[arg-type]
+    complete_config(config)
+    return config
+
+
+def _collect_values(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, list[Any] | None]]:
+    """Return the value of every key, with references resolved, and the choices that are left to the planner."""
     values = {key: get_default(key) for key in get_fields()}
     auto_choices: dict[str, list[Any] | None] = {}
-    given = tuple(settings)
-    settings = _prepend_model_settings(settings)
     for setting in settings:
         _check_key(setting)
         if setting.key in PLANNABLE_KEYS:
@@ -60,17 +77,9 @@ def build_config(settings: list[Setting]) -> Config:
                 values[setting.key] = (auto_choices[setting.key] or [get_default(setting.key)])[0]
                 continue
         values[setting.key] = setting.value if _has_reference(setting.value) else _convert(setting)
-    sources = {setting.key: setting for setting in settings}
     if any(_has_reference(value) for value in values.values()):
-        _resolve_references(values, sources)
-    sections = {
-        name: section(**{f.name: values[f"{name}.{f.name.rstrip('_')}"] for f in section.__dataclass_fields__.values()})
-        for name, section in SECTIONS.items()
-    }
-    origins = {key: setting.origin for key, setting in sources.items()}
-    config = Config(**sections, origins=origins, auto_choices=auto_choices, settings=given)  # type: ignore[arg-type]
-    complete_config(config)
-    return config
+        _resolve_references(values, {setting.key: setting for setting in settings})
+    return values, auto_choices
 
 
 def list_settings(config: Config) -> list[Setting]:
@@ -94,10 +103,14 @@ def complete_config(config: Config) -> None:
     Raises ConfigError.
     """
     validate_config(config)
-    run_dir = f"runs/{config.run.name}" if config.run.dir == AUTO else config.run.dir
-    config.run.dir = run_dir.rstrip("/") if is_url(run_dir) else str(Path(run_dir).expanduser())
+    config.run.dir = _complete_run_dir(config.run.dir, config.run.name)
     if config.run.init_from:
         config.run.init_from = make_absolute(config.run.init_from)
+
+
+def _complete_run_dir(run_dir: str, name: str) -> str:
+    run_dir = f"runs/{name}" if run_dir == AUTO else run_dir
+    return run_dir.rstrip("/") if is_url(run_dir) else str(Path(run_dir).expanduser())
 
 
 def config_to_yaml(config: Config) -> str:
@@ -152,23 +165,24 @@ def parse_override(override: str) -> Setting:
     return Setting(name, value, "command line")
 
 
-def _prepend_model_settings(settings: list[Setting]) -> list[Setting]:
-    """Put the settings of model.preset, then those of run.init_from, before all others.
-
-    Any explicit key therefore overrides them, whichever file or word sets it.
-    """
-    init_from = [s for s in settings if s.key == "run.init_from"][-1:]
-    for _, directory, origin in (s for s in init_from if s.value):
-        model_settings = read_model_settings(str(directory), origin)
-        settings = [Setting(f"model.{k}", v, f"{directory}") for k, v in model_settings.items()] + settings
+def _list_preset_settings(settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings of model.preset. Any explicit key overrides them, whichever file or word sets it."""
     presets = [s for s in settings if s.key == "model.preset" and s.value]
     if not presets:
-        return settings
+        return []
     name = str(presets[-1].value)
     if name not in PRESETS:
         raise ConfigError("model.preset", name, presets[-1].origin, suggest_name(name, list(PRESETS)))
     preset = {f"model.{key}": value for key, value in PRESETS[name].items()} | PRESET_TRAINING[name]
-    return [Setting(key, value, f"preset {name}") for key, value in preset.items()] + settings
+    return [Setting(key, value, f"preset {name}") for key, value in preset.items()]
+
+
+def _list_init_settings(values: Mapping[str, Any], settings: Sequence[Setting]) -> list[Setting]:
+    """Return the settings of the model that run.init_from names, for keys that are not explicit."""
+    (origin,) = [s.origin for s in settings if s.key == INIT_FROM_KEY][-1:]
+    run_dir = _complete_run_dir(values["run.dir"], values["run.name"])
+    source = find_model_source(values[INIT_FROM_KEY], run_dir)
+    return [Setting(f"model.{key}", value, source) for key, value in read_model_settings(source, origin).items()]
 
 
 def _check_key(setting: Setting) -> None:

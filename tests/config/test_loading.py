@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from raytrain_hpc.api import load_config, plan
 from raytrain_hpc.cli.recipes import format_expectation
 from raytrain_hpc.config.aliases import FOREIGN_NAMES, FORMER_KEYS, suggest_key
 from raytrain_hpc.config.json_schema import make_schema
-from raytrain_hpc.config.loader import complete_config
+from raytrain_hpc.config.loader import complete_config, config_to_yaml
+from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.recipes import RECIPE_DIR, list_recipes, read_description
-from raytrain_hpc.config.schema import Config, get_fields
+from raytrain_hpc.config.schema import Config, ModelConfig, get_fields
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
 
@@ -167,6 +169,43 @@ def test_references_are_resolved_and_converted(monkeypatch: pytest.MonkeyPatch) 
     assert (config.run.dir, config.eval.interval) == ("/scratch/quickstart", 12)
     with pytest.raises(ConfigError, match=r"train.steps='quickstart'.*needs a whole number"):
         load_config(None, ["train.steps=${run.name}"])
+
+
+def write_checkpoint(run_dir: Path, step: int, **model: Any) -> None:
+    """Write the part of a run directory that the settings of its model are read from."""
+    spec = resolve_model_spec(ModelConfig(hidden_size=64, num_heads=4, **model), vocab_size=65, seq_len=32)
+    directory = run_dir / "checkpoints" / f"step-{step:08}"
+    directory.mkdir(parents=True)
+    manifest = {"meta": {"model": asdict(spec), "seq_len": 32, "positions": 48}}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_run_with_a_checkpoint_does_not_need_the_one_that_it_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BASE", "base")
+    write_checkpoint(tmp_path / "base", 0, num_layers=3)
+    words = ["run.init_from=${oc.env:BASE}", "run.dir=runs/${run.name}", "run.name=tuned"]
+    config = load_config(None, [*words, "model.dropout=0.1"])
+    assert (config.model.num_layers, config.model.max_positions, config.model.dropout) == (3, 48, 0.1)
+    assert config.origin("model.num_layers") == "base"
+    run = tmp_path / "runs" / "tuned"
+    write_checkpoint(run, 5, num_layers=3, dropout=0.1)
+    with pytest.raises(ConfigError, match="run.init_from='none'.*has no checkpoint"):
+        load_config(None, ["run.init_from=none", "run.dir=runs/tuned"])  # a run that is not known to be from there
+    (run / "config.yaml").write_text(config_to_yaml(config))
+    (tmp_path / "base").rename(tmp_path / "gone")
+    resumed = load_config(None, words)
+    assert resumed.model == config.model and resumed.run == config.run
+    assert load_config(run / "config.yaml").model == config.model
+    with pytest.raises(ConfigError, match="run.init_from='none'.*has no checkpoint"):
+        load_config(None, [*words, "run.init_from=none"])
+    with pytest.raises(ConfigError, match="run.init_from=.*base'.*has no checkpoint"):
+        load_config(None, [*words, "run.dir=runs/other"])
+    (run / "config.yaml").write_text("run: [")
+    with pytest.raises(ConfigError, match="run.dir='runs/tuned': cannot be read: .*; choose another run.dir"):
+        load_config(None, words)
 
 
 def test_preset_brings_its_training_defaults() -> None:
