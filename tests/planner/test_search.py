@@ -88,6 +88,18 @@ def test_set_values_are_kept_and_lists_are_chosen_from() -> None:
     } == {(2, 1, True)}
 
 
+def test_values_assigned_in_python_are_kept() -> None:
+    config = load_config(None, [*LLAMA, "parallel.pp=[4,1]", "parallel.zero=auto"])
+    config.parallel.tp, config.parallel.activation_checkpointing = 4, "full"
+    config.parallel.pp, config.parallel.zero, config.parallel.recompute_layers = 2, 1, 3  # instead of the choices
+    words = ["tp=4", "activation_checkpointing=full", "pp=2", "zero=1", "recompute_layers=3"]
+    given = load_config(None, [*LLAMA, *(f"parallel.{word}" for word in words)])
+    assert build_search_space(config, has_accelerator=True) == build_search_space(given, has_accelerator=True)
+    rows = plan(config, nodes=1, gpus_per_node=8, device="h100")["layouts"]
+    assert rows == plan(given, nodes=1, gpus_per_node=8, device="h100")["layouts"]
+    assert {(row["tp"], row["pp"]) for row in rows} == {(4, 2)}
+
+
 def test_replicas_are_chosen_from_a_list() -> None:
     overrides = [*LLAMA, "parallel.dp_replicate=[2,4]", "parallel.zero=[0,3]"]
     rows = plan_layouts(*overrides, nodes=1, gpus_per_node=8, device="h100")
