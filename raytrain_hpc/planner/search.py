@@ -236,20 +236,16 @@ def _iter_data_axes(
 
     Under ZeRO-3, which gathers weights in every pass, also shards within a node with replicas across nodes.
     """
+    allowed_shards, allowed_replicas = (_list_allowed(config, key, space) for key in ("dp_shard", "dp_replicate"))
+    if space.get("dp_shard") is None and space.get("dp_replicate") is None and (allowed_shards or allowed_replicas):
+        yield _override_parallel(config, **parallel_settings)  # fixed by settings, which resolve_layout checks
+        return
     if parallel_settings["zero"] == 0:
-        replicas = space.get("dp_replicate")
-        if replicas is None or dp_size in replicas:
-            yield _override_parallel(
-                config, **parallel_settings, **({} if replicas is None else {"dp_replicate": dp_size})
-            )
-        return
-    if space.get("dp_shard") is not None:
-        shards: Sequence[int] = space["dp_shard"] or []
-    elif space.get("dp_replicate") is not None:
-        shards = [dp_size // replicas for replicas in space["dp_replicate"] or [] if dp_size % replicas == 0]
-    elif config.parallel.dp_shard != AUTO or config.parallel.dp_replicate != AUTO:
-        yield _override_parallel(config, **parallel_settings)
-        return
+        shards: Sequence[int] = [1]
+    elif allowed_shards is not None:
+        shards = allowed_shards
+    elif allowed_replicas is not None:
+        shards = [dp_size // replicas for replicas in allowed_replicas if dp_size % replicas == 0]
     else:
         shards_per_node = max(1, machine.per_node // (parallel_settings["tp"] * parallel_settings["cp"]))
         shards = sorted(
@@ -257,14 +253,20 @@ def _iter_data_axes(
             if parallel_settings["zero"] == 3 and dp_size % shards_per_node == 0 and shards_per_node > 1
             else {dp_size}
         )
-    allowed_replicas = space.get("dp_replicate")
     for shard in shards:
         if (
             dp_size % shard == 0
-            and (shard > 1 or dp_size == 1)
+            and (shard > 1 or dp_size == 1 or parallel_settings["zero"] == 0)
+            and (allowed_shards is None or shard in allowed_shards)
             and (allowed_replicas is None or dp_size // shard in allowed_replicas)
         ):
             yield _override_parallel(config, **parallel_settings, dp_shard=shard, dp_replicate=dp_size // shard)
+
+
+def _list_allowed(config: Config, key: str, space: SearchSpace) -> Sequence[int] | None:
+    """Return the sizes of a data axis that the settings allow: a list or one number; None for any."""
+    fixed = getattr(config.parallel, key)
+    return space[key] if key in space else None if fixed == AUTO else [int(fixed)]
 
 
 def _override_parallel(config: Config, **parallel_settings: Any) -> Config:

@@ -62,10 +62,11 @@ def _is_set(config: Config, key: str) -> bool:
 def apply_choice(config: Config, choice: LayoutChoice) -> Config:
     """Return a copy of the config with all chosen values filled in and nothing left to choose."""
     layout, chosen = choice.layout, copy(config)
+    is_shard_chosen = "parallel.dp_shard" in config.auto_choices or (layout.dp_replicate > 1 and layout.zero > 0)
     chosen.parallel = replace(
         config.parallel,
         dp_replicate=layout.dp_replicate if config.parallel.dp_replicate != AUTO else AUTO,
-        dp_shard=layout.dp_shard if layout.dp_replicate > 1 and layout.zero else config.parallel.dp_shard,
+        dp_shard=layout.dp_shard if is_shard_chosen else config.parallel.dp_shard,
         tp=layout.tp,
         cp=layout.cp,
         pp=layout.pp,

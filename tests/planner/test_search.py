@@ -106,6 +106,31 @@ def test_replicas_are_chosen_from_a_list() -> None:
     assert {row["dp_replicate"] for row in rows} == {2, 4} and {row["zero"] for row in rows} == {0, 3}
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["zero=3", "dp_shard=[2,8]"], {(4, 2), (1, 8)}),
+        (["zero=3", "dp_replicate=[2,1]"], {(2, 4), (1, 8)}),
+        (["zero=3", "dp_replicate=[1,2]", "dp_shard=4"], {(2, 4)}),
+        (["zero=3", "dp_shard=[4,8]", "dp_replicate=2"], {(2, 4)}),
+        (["zero=3", "dp_shard=[2,4,8]", "dp_replicate=[1,4]"], {(4, 2), (1, 8)}),
+        (["zero=[3,0]", "dp_shard=[8,1]"], {(1, 8), (8, 1)}),
+        (["zero=[0,3]", "dp_shard=[2,8]"], {(4, 2), (1, 8)}),
+        (["zero=[0,3]", "dp_replicate=[8,1]"], {(8, 1), (1, 8)}),
+    ],
+)
+def test_the_layout_that_is_chosen_from_lists_of_data_axes_is_the_one_that_runs(
+    words: list[str], expected: set[tuple[int, int]]
+) -> None:
+    axes = ["tp=1", "pp=1", "cp=1", *words]
+    config = load_config(None, [*LLAMA, *(f"parallel.{word}" for word in axes)])
+    spec, machine = resolve_model_spec(config.model, vocab_size=None, seq_len=8192), make_machine("h100", 1, 8)
+    estimates = rank_layouts(config, spec, machine, Calibration(), build_search_space(config, has_accelerator=True))
+    layouts = [estimate.choice.layout for estimate in estimates]
+    assert {(layout.dp_replicate, layout.dp_shard) for layout in layouts} == expected
+    assert [resolve_layout(apply_choice(config, estimate.choice), 8) for estimate in estimates] == layouts
+
+
 def test_on_cpus_only_auto_settings_are_chosen() -> None:
     config = load_config(None, [])
     assert build_search_space(config, has_accelerator=False) == {}
