@@ -136,7 +136,9 @@ def _check_stages(config: Config) -> None:
 
 def _check_train(config: Config) -> None:
     t = config.train
-    if t.micro_batch_size != AUTO and t.global_batch_size % int(t.micro_batch_size):
+    choices = config.auto_choices.get("train.micro_batch_size") or []
+    sizes = choices if t.micro_batch_size in choices else [t.micro_batch_size]
+    if all(size != AUTO and t.global_batch_size % int(size) for size in sizes):
         divisor = _find_nearest_divisor(t.global_batch_size, int(t.micro_batch_size))
         remedy = f"must divide train.global_batch_size={t.global_batch_size}; {divisor} would"
         raise _make_error(config, "train.micro_batch_size", remedy)

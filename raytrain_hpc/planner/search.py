@@ -284,7 +284,10 @@ def _list_choices(config: Config, spec: ModelSpec, machine: Machine, space: Sear
         return [LayoutChoice(layout, resolve_batching(config, layout), compiled=config.train.compile is True)]
     allowed, choices = space["micro_batch_size"], list[LayoutChoice]()
     reason = None
+    batch = config.train.global_batch_size  # in whole microbatches: validation demands one size that divides it
     for size in _list_sizes(config, layout) if allowed is None else allowed:
+        if size != AUTO and batch % size:
+            continue
         sized_config = copy(config)
         sized_config.train = replace(config.train, micro_batch_size=size)
         try:

@@ -131,6 +131,15 @@ def test_the_layout_that_is_chosen_from_lists_of_data_axes_is_the_one_that_runs(
     assert [resolve_layout(apply_choice(config, estimate.choice), 8) for estimate in estimates] == layouts
 
 
+@pytest.mark.parametrize("sizes", ["[1,3]", "[3,1,auto]"])
+def test_sizes_of_microbatches_that_do_not_divide_the_batch_are_skipped(sizes: str) -> None:
+    words = ["model.preset=llama3_1b", "train.global_batch_size=64", "train.seq_len=512", "parallel.pp=1"]
+    rows = plan_layouts(*words, f"train.micro_batch_size={sizes}", nodes=1, gpus_per_node=3, device="h100")
+    assert rows and all(64 % row["micro_batch_size"] == 0 for row in rows)
+    with pytest.raises(ConfigError, match="train.micro_batch_size=3.*must divide train.global_batch_size=64"):
+        load_config(None, [*words, "train.micro_batch_size=[3,5]"])
+
+
 def test_on_cpus_only_auto_settings_are_chosen() -> None:
     config = load_config(None, [])
     assert build_search_space(config, has_accelerator=False) == {}
