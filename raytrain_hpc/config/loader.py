@@ -98,11 +98,14 @@ def list_settings(config: Config) -> list[Setting]:
 
 
 def complete_config(config: Config) -> None:
-    """Validate a config and fill in run.dir. Call before a config that was changed or made by hand is used.
+    """Validate a config, convert its values, fill in run.dir. Call before a config changed or made by hand is used.
 
     Raises ConfigError.
     """
     validate_config(config)
+    for key, f in get_fields().items():  # also what was assigned to attributes: the run's config.yaml has plain values
+        section = getattr(config, key.partition(".")[0])
+        setattr(section, f.name, convert_value(getattr(section, f.name), get_type(key)))
     config.run.dir = _complete_run_dir(config.run.dir, config.run.name)
     if config.run.init_from:
         config.run.init_from = make_absolute(config.run.init_from)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -60,7 +61,7 @@ def convert_value(value: Any, declared: Any) -> Any:
     if origin is list and isinstance(value, list | tuple):
         return [_convert_item(item, declared) for item in value]
     if origin is dict and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-        return dict(value)
+        return {str(name): _convert_plain(item) for name, item in value.items()}
     if origin is Literal and any(value == word and type(value) is type(word) for word in get_args(declared)):
         return value
     if declared is str and isinstance(value, Path):
@@ -68,6 +69,27 @@ def convert_value(value: Any, declared: Any) -> Any:
     if origin is None and type(value) is declared:
         return value
     raise ValueError(f"needs {describe_type(declared)}")
+
+
+def _convert_plain(value: Any) -> Any:
+    """Return a value of a mapping as YAML would give it: a tuple as a list, a number of numpy as one of Python.
+
+    It is otherwise not the value that a resumed run reads from its config.yaml. Raises ValueError for other objects.
+    """
+    for scalar in (bool, int, float, str):
+        if isinstance(value, scalar):
+            return scalar(value)
+    if value is None or isinstance(value, date | bytes):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_convert_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {_convert_plain(name): _convert_plain(item) for name, item in value.items()}
+    if hasattr(value, "tolist"):  # of numpy or torch
+        return _convert_plain(value.tolist())
+    raise ValueError(f"takes text, numbers, lists and mappings, not a {type(value).__name__}")
 
 
 def _convert_number(value: Any, declared: Any) -> int | float:
@@ -97,6 +119,8 @@ def _convert_union(value: Any, declared: Any) -> Any:
 def _convert_item(item: Any, declared: Any) -> Any:
     """Convert one item of a list; a mapping becomes the dataclass of the list."""
     (item_type,) = get_args(declared)
+    if isinstance(item, Section) and type(item) is item_type:
+        item = {name: getattr(item, name) for name in item.__dataclass_fields__}
     if isinstance(item, str) and (shorthand := getattr(item_type, "shorthand", "")):
         item = {shorthand: item}
     if not (isinstance(item, Mapping) and isinstance(item_type, type) and issubclass(item_type, Section)):

@@ -7,16 +7,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from raytrain_hpc.api import load_config, plan
 from raytrain_hpc.cli.recipes import format_expectation
 from raytrain_hpc.config.aliases import FOREIGN_NAMES, FORMER_KEYS, suggest_key
+from raytrain_hpc.config.fixed_settings import find_changed_setting
 from raytrain_hpc.config.json_schema import make_schema
 from raytrain_hpc.config.loader import complete_config, config_to_yaml
 from raytrain_hpc.config.model_spec import resolve_model_spec
 from raytrain_hpc.config.recipes import RECIPE_DIR, list_recipes, read_description
-from raytrain_hpc.config.schema import Config, ModelConfig, get_fields
+from raytrain_hpc.config.schema import CallbackConfig, Config, ModelConfig, get_fields, to_dict
 from raytrain_hpc.config.value_types import convert_value, get_type
 from raytrain_hpc.errors import ConfigError
 
@@ -169,6 +172,29 @@ def test_references_are_resolved_and_converted(monkeypatch: pytest.MonkeyPatch) 
     assert (config.run.dir, config.eval.interval) == ("/scratch/quickstart", 12)
     with pytest.raises(ConfigError, match=r"train.steps='quickstart'.*needs a whole number"):
         load_config(None, ["train.steps=${run.name}"])
+
+
+def test_values_of_python_are_those_that_a_resumed_run_reads() -> None:
+    betas = {"betas": (np.float64(0.9), 0.95), "eps": np.float32(0.5), "sizes": np.arange(2), "to": Path("a/b")}
+    settings = {"optimizer.name": "torch.optim.NAdam", "optimizer.args": betas, "optimizer.lr": np.float64(0.01)}
+    callbacks = [{"name": "ema", "args": {"decay": np.float64(0.9), "groups": {"a": (1, 2)}}}]
+    loaded = load_config({**settings, "train.callbacks": callbacks})
+    assigned = load_config()
+    assigned.optimizer.name, assigned.optimizer.args = "torch.optim.NAdam", betas
+    assigned.optimizer.lr, assigned.profiler.steps = np.float64(0.01), (10, 15)  # type: ignore[assignment]
+    assigned.train.callbacks = [CallbackConfig("ema", dict(callbacks[0]["args"]))]  # type: ignore[arg-type]
+    complete_config(assigned)
+    for config in (loaded, assigned):
+        stored = yaml.safe_load(config_to_yaml(config))
+        assert stored["optimizer"]["args"] == {"betas": [0.9, 0.95], "eps": 0.5, "sizes": [0, 1], "to": "a/b"}
+        assert stored["train"]["callbacks"] == [{"name": "ema", "args": {"decay": 0.9, "groups": {"a": [1, 2]}}}]
+        assert stored == to_dict(config)
+        assert find_changed_setting(stored, config) is None
+    with pytest.raises(ConfigError, match="optimizer.args=.*takes text, numbers, lists and mappings, not a function"):
+        load_config({"optimizer.args": {"schedule": write_checkpoint}})
+    assigned.train.callbacks[0].args["hook"] = {1, 2}
+    with pytest.raises(ConfigError, match="train.callbacks=.*args=.*takes .* not a set"):
+        complete_config(assigned)
 
 
 def write_checkpoint(run_dir: Path, step: int, **model: Any) -> None:
