@@ -156,16 +156,25 @@ def parse_override(override: str) -> Setting:
     if not equals or not name:
         raise ConfigError(override, "", "command line", "is not a setting; write key=value")
     name = name.strip()
+    if name in TEXT_KEYS:
+        return Setting(name, _parse_text(name, text.strip()), "command line")
     try:
         value = yaml.safe_load(text) if text else ""
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        if name not in TEXT_KEYS:
-            raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
-        value = text
-    if name in TEXT_KEYS and not isinstance(value, str):
-        check_text(name, text, "command line")
-        value = text  # YAML reads 2026_11_21 as a number
+        raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
     return Setting(name, value, "command line")
+
+
+def _parse_text(key: str, text: str) -> str:
+    """Return the value of a text key: the text itself, since YAML reads "exp #1" as "exp", or what its quotes hold."""
+    if text.startswith(("'", '"')):
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text  # quotes are a part of it
+        return value if isinstance(value, str) else text
+    check_text(key, text, "command line")
+    return text
 
 
 def _list_preset_settings(settings: Sequence[Setting]) -> list[Setting]:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from raytrain_hpc.config.field import suggest_name
 from raytrain_hpc.config.fixed_settings import get_rule
-from raytrain_hpc.config.loader import build_config, list_settings, parse_override
+from raytrain_hpc.config.loader import Setting, build_config, list_settings, parse_override
 from raytrain_hpc.config.schema import Config, to_dict
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.observability.metrics import METRIC_KEYS
@@ -85,10 +85,9 @@ class SweepPlan:
     def build_trial_config(self, trial: Trial, common: Sequence[str] = ()) -> Config:
         """Return the config of a trial. `common`: words that replace common settings. Raises ConfigError."""
         # The name tells the trials apart in reports and trackers.
-        return self._build_config([*common, f"run.name={trial.name}", *trial.settings, f"run.dir={trial.run_dir}"])
-
-    def _build_config(self, words: Sequence[str]) -> Config:
-        return build_config([*self._settings, *map(parse_override, words)])
+        name, run_dir = Setting("run.name", trial.name, ORIGIN), Setting("run.dir", str(trial.run_dir), ORIGIN)
+        settings = [*map(parse_override, common), name, *map(parse_override, trial.settings), run_dir]
+        return build_config([*self._settings, *settings])
 
     def _get_result_settings(self) -> dict[str, Any]:
         """Return the common settings that results depend on, by key: not the cluster, the deadline or the logging."""
@@ -117,7 +116,7 @@ class SweepPlan:
         valid: set[str] = set()
         for combination in islice(product(*words), _MAX_CHECKED_COMBINATIONS):
             try:
-                self._build_config(combination)
+                build_config([*self._settings, *map(parse_override, combination)])
             except ConfigError as invalid:
                 for word in combination:
                     errors.setdefault(word, invalid)

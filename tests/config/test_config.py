@@ -138,6 +138,21 @@ def test_text_values_are_not_converted(tmp_path: Path, name: str) -> None:
     assert load_config(write_yaml(tmp_path, f"run:\n  name: {yaml_text}")).run.name == name
 
 
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("exp #1", "exp #1"),
+        ("'exp #1'", "exp #1"),
+        ('"a\\tb"', "a\tb"),
+        ("'a' #1", "a"),
+        ("'a' b", "'a' b"),
+        ("''", ""),
+    ],
+)
+def test_text_of_a_word_is_whole_unless_it_is_quoted(word: str, value: str) -> None:
+    assert load_config(None, [f"logging.wandb_project={word}"]).logging.wandb_project == value
+
+
 def test_python_keyword_key_is_written_without_underscore() -> None:
     assert load_config(None, ["checkpoint.async=false"]).checkpoint.async_ is False
     assert "checkpoint.async" in get_key_docs()

@@ -83,6 +83,14 @@ def test_a_sweep_that_was_moved_continues_with_another_deadline_and_other_loggin
     assert {trial.run_dir.parent for trial in moved.trials} == {tmp_path / "there"}
 
 
+def test_trials_lie_in_the_directory_of_the_sweep_whatever_its_name(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "exp #1, 'new'", "optimizer.lr=1e-3,1e-2")
+    trials = [plan.make_trial(number, settings) for number, settings in enumerate(plan.search.combinations)]  # type: ignore[attr-defined]
+    assert [plan.build_trial_config(trial).run.dir for trial in trials] == [
+        f"{tmp_path}/exp #1, 'new'/optimizer.lr={lr}" for lr in ("1e-3", "1e-2")
+    ]
+
+
 @pytest.mark.parametrize("search", ["random", "tpe"])
 def test_a_search_in_two_parts_has_the_trials_of_one_in_one_go(tmp_path: Path, search: str) -> None:
     options = {"search": search, "seed": 3, "at_once": 1}
