@@ -26,6 +26,8 @@ def run(rounds: int) -> Table:
     table = build_table(timings)
     if not device:
         table.notes.append("links not saved: the planner has no device of this name (raytrain_hpc/planner/hardware.py)")
+    elif not timings:
+        table.notes.append("links not saved: one worker has none; measure with at least two")
     else:
         path = save_links(device, derive_links(timings, f"{datetime.now(UTC):%Y-%m-%d}"))
         table.notes.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ _MIN_LATENCY_S = 1e-7  # a fit may give 0
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Measured links between devices of one name, each None if not measured. `day`: date of the measurement."""
+    """Measured links between devices of one name, each None if not measured. `day`: date of the last measurement."""
 
     day: str
     inside: Link | None
@@ -68,7 +68,14 @@ def load_links(device: str) -> tuple[Link | None, Link | None]:
 
 
 def save_links(device: str, links: MeasuredLinks, directory: Path | None = None) -> Path:
-    """Save measured links for a device, by default in the cache. Other devices are kept. Raises OSError."""
+    """Save measured links for a device, by default in the cache.
+
+    Other devices are kept, and so is an earlier link where the new one is None: on one node, none across nodes is
+    measured. Raises OSError, and ConfigError for a damaged file.
+    """
+    earlier = load_saved_links(device, directory)
+    if earlier is not None:
+        links = replace(links, inside=links.inside or earlier.inside, across=links.across or earlier.across)
     return _save((directory or get_cache_dir()) / _LINKS_FILE, device, asdict(links))
 
 

@@ -12,7 +12,7 @@ import pytest
 from raytrain_hpc.errors import ConfigError
 from raytrain_hpc.planner.hardware import LINKS, make_machine
 from raytrain_hpc.planner.link_fit import BUS_FACTORS, CollectiveTimings, compute_bus_gbs, fit_link
-from raytrain_hpc.planner.measured_links import derive_links, load_saved_links, save_links
+from raytrain_hpc.planner.measured_links import MeasuredLinks, derive_links, load_saved_links, save_links
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 24)
 
@@ -92,6 +92,17 @@ def test_plans_use_the_measured_links(tmp_path: Path) -> None:
     )
     # The measured message takes the measured time.
     assert planned.estimate_transfer_s(1 << 24, across=True) == pytest.approx(1e-5 + (1 << 24) / 10e9, rel=0.05)
+
+
+def test_links_that_are_not_measured_again_are_kept(tmp_path: Path) -> None:
+    both = derive_links([make_timings("inside a node", 4, 1, 100.0), make_timings("across nodes", 4, 4, 10.0)], "d1")
+    inside = derive_links([make_timings("inside a node", 4, 1, 50.0)], "d2")
+    across = derive_links([make_timings("across nodes", 4, 4, 20.0)], "d3")
+    save_links("h100", both, tmp_path)
+    save_links("h100", inside, tmp_path)
+    assert load_saved_links("h100", tmp_path) == MeasuredLinks("d2", inside.inside, both.across)
+    save_links("h100", across, tmp_path)
+    assert load_saved_links("h100", tmp_path) == MeasuredLinks("d3", inside.inside, across.across)
 
 
 @pytest.mark.parametrize(
