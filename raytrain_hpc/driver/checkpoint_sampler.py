@@ -43,7 +43,7 @@ class CheckpointSampler:
             return
         with self._lock:
             self._pending_step = step
-            if self._thread is None or not self._is_sampling:
+            if self._thread is None or not self._is_sampling or not self._thread.is_alive():
                 self._is_sampling = True
                 self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
                 self._thread.start()
@@ -60,7 +60,16 @@ class CheckpointSampler:
                 if step is None:
                     self._is_sampling = False
                     return
-            self._sample(step)
+            try:
+                self._sample(step)
+            except OSError as error:  # later checkpoints are sampled nevertheless
+                self._report(f"{error.filename or 'samples.jsonl'}: {error.strerror or error}")
+
+    def _report(self, reason: str) -> None:
+        """Report the first failure as an alarm."""
+        if not self._has_alarmed:
+            self._alarm(f"logging.prompts: {reason}; training continues")
+        self._has_alarmed = True
 
     def _sample(self, step: int) -> None:
         run_dir, tokens = self._config.run.dir, self._config.logging.sample_tokens
@@ -69,9 +78,7 @@ class CheckpointSampler:
             command = ["nice", "-n", str(_NICE), sys.executable, "-m", "raytrain_hpc", "generate", run_dir, *args]
             output, error = _run_command(command)
             if error:
-                if not self._has_alarmed:
-                    self._alarm(f"logging.prompts: {error}; training continues")
-                self._has_alarmed = True
+                self._report(error)
                 return
             answer = output.removeprefix(prompt).rstrip("\n")
             self._directory.append_sample(step, prompt, answer)

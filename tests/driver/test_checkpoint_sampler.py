@@ -52,6 +52,21 @@ def test_of_checkpoints_that_wait_the_newest_is_sampled(tmp_path: Path, monkeypa
     assert answers == [(2, "a", "2!"), (2, "b", "2!"), (6, "a", "6!"), (6, "b", "6!")] and not alarms
 
 
+def test_sampling_continues_after_an_error_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_sampler, "_run_command", lambda command: (f"{command[-1]}!", ""))
+    config, alarms = make_small_config(tmp_path, "logging.prompts=[a]"), list[str]()
+    sampler = checkpoint_sampler.CheckpointSampler(config, RunDirectory(tmp_path), lambda line: None, alarms.append)
+    (tmp_path / "samples.jsonl").mkdir()  # in the way of the file
+    for step in (2, 4):
+        sampler.on_published(step)
+        sampler.close()
+    assert alarms == [f"logging.prompts: {tmp_path}/samples.jsonl: Is a directory; training continues"]
+    (tmp_path / "samples.jsonl").rmdir()
+    sampler.on_published(6)
+    sampler.close()
+    assert json.loads((tmp_path / "samples.jsonl").read_text())["step"] == 6
+
+
 def test_failure_to_sample_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rt.train(make_small_config(tmp_path / "run", *ALONE, "logging.prompts=['?']"))  # synthetic data has no tokenizer
     printed = capsys.readouterr().out
