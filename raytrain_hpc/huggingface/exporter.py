@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +28,12 @@ from raytrain_hpc.huggingface.atomic_dir import (
     atomic_directory,
     read_json,
 )
+from raytrain_hpc.huggingface.imported_run import IMPORTED_DIR
 from raytrain_hpc.huggingface.model_configs import build_hf_config, get_family
 from raytrain_hpc.huggingface.weight_mapping import WeightMapping, build_weight_mappings
 from raytrain_hpc.state.shard_index import ITEM_BYTES
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateShard
+from raytrain_hpc.storage.location import Location, parse_location
 
 SHARD_BYTES = 4 << 30
 EXPORT_DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -79,14 +80,14 @@ def export_model(
     if weights == "averaged":
         checkpoint = select_averaged_weights(checkpoint)
     if checkpoint.meta.get(HF_CONFIG_KEY) is not None:
-        return _export_transformers_model(source.path, out, checkpoint, dtype)
+        return _export_transformers_model(source, out, checkpoint, dtype)
     spec = ModelSpec.from_json(checkpoint.meta["model"])
     mappings = build_weight_mappings(spec)
     stored_dtype = checkpoint.index[f"model.{mappings[0].name}"].dtype
     dtype = stored_dtype if dtype is None else dtype
     max_positions = int(checkpoint.meta.get("positions", checkpoint.meta["seq_len"]))
     with atomic_directory(out) as directory:
-        special_token_ids = _write_tokenizer(source.path, directory, max_positions)
+        special_token_ids = _write_tokenizer(source, directory, max_positions)
         config = build_hf_config(spec, max_positions, dtype, special_token_ids)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if not (directory / GENERATION_CONFIG_FILE).exists():
@@ -100,11 +101,13 @@ def export_model(
     return ExportResult(checkpoint.step, get_family(spec), weight_files, has_tokenizer)
 
 
-def _export_transformers_model(run_dir: Path, out: Path, checkpoint: Checkpoint, dtype: str | None) -> ExportResult:
+def _export_transformers_model(
+    source: RunDirectory, out: Path, checkpoint: Checkpoint, dtype: str | None
+) -> ExportResult:
     from raytrain_hpc.huggingface.transformers_exporter import write_transformers_model  # imports transformers
 
     with atomic_directory(out) as directory:
-        _write_tokenizer(run_dir, directory, int(checkpoint.meta["seq_len"]))
+        _write_tokenizer(source, directory, int(checkpoint.meta["seq_len"]))
         model_type = write_transformers_model(checkpoint, directory, dtype)
         weight_files = tuple(sorted(path.name for path in directory.glob("*.safetensors")))
         has_tokenizer = (directory / "tokenizer.json").exists()
@@ -168,55 +171,58 @@ def _read_tensors(checkpoint: Checkpoint, group: Sequence[WeightMapping], dtype:
         yield tensor
 
 
-def _read_settings(run_dir: Path) -> dict[str, dict[str, object]]:
-    """Return the content of config.yaml; empty if it cannot be read, as an export does not depend on it."""
+def _read_init_from(run_dir: Location) -> str:
+    """Return the setting run.init_from of a run; "" if there is none, or no valid config.yaml. Raises OSError."""
     try:
-        settings = yaml.safe_load((run_dir / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
+        settings = yaml.safe_load((run_dir / "config.yaml").read_bytes())
+        return str(settings["run"]["init_from"] or "")
+    except (FileNotFoundError, NotADirectoryError, yaml.YAMLError, KeyError, TypeError):
+        return ""
 
 
-def _write_tokenizer(run_dir: Path, directory: Path, max_positions: int) -> dict[str, Any]:
+def _write_tokenizer(source: RunDirectory, directory: Path, max_positions: int) -> dict[str, Any]:
     """Write the run's tokenizer files and return its special token ids.
 
     The files of an imported model are copied if the run has the same tokenizer, or none.
     """
-    tokenizer_path, imported_dir = run_dir / "tokenizer.json", _find_imported_files(run_dir)
     tokenizer_files: dict[str, str] = {}
     special_token_ids: dict[str, Any] = {}
-    if tokenizer_path.exists():
-        tokenizer = tokenizer_from_json(read_json(tokenizer_path))
+    has_tokenizer = source.tokenizer.exists()
+    if has_tokenizer:
+        tokenizer = tokenizer_from_json(read_json(source.tokenizer))
         tokenizer_files, special_token_ids = (
             build_tokenizer_files(tokenizer, max_positions),
             {"eos_token_id": tokenizer.end_of_text},
         )
         for name, text in tokenizer_files.items():
             (directory / name).write_text(text)
-    if imported_dir is None or (
-        tokenizer_path.exists() and tokenizer_files.get("tokenizer.json") != _read_text(imported_dir / "tokenizer.json")
-    ):
+    imported = _read_imported_files(source.location)
+    if has_tokenizer and tokenizer_files.get("tokenizer.json", "").encode() != imported.get("tokenizer.json"):
         return special_token_ids
-    for name in PASSTHROUGH_FILES:
-        if (imported_dir / name).exists():
-            shutil.copyfile(imported_dir / name, directory / name)
-    generation_config = read_json(imported_dir / GENERATION_CONFIG_FILE)
-    return special_token_ids | {key: generation_config[key] for key in SPECIAL_TOKEN_KEYS if key in generation_config}
+    for name, content in imported.items():
+        (directory / name).write_bytes(content)
+    if GENERATION_CONFIG_FILE in imported:  # of import-hf
+        generation_config = read_json(directory / GENERATION_CONFIG_FILE)
+        special_token_ids |= {key: generation_config[key] for key in SPECIAL_TOKEN_KEYS if key in generation_config}
+    return special_token_ids
 
 
-def _read_text(path: Path) -> str | None:
-    return path.read_text() if path.exists() else None
+def _read_imported_files(run_dir: Location) -> dict[str, bytes]:
+    """Return the imported files of the model that run.init_from, followed through other runs, names; {} if none are.
 
-
-def _find_imported_files(run_dir: Path) -> Path | None:
-    """Return the directory of imported files of the model that run.init_from, followed through other runs, names."""
-    visited: set[Path] = set()
+    Raises CheckpointError for a directory that cannot be read.
+    """
+    visited: set[Location] = set()
     while run_dir not in visited:
         visited.add(run_dir)
-        if (run_dir / "huggingface" / GENERATION_CONFIG_FILE).exists():
-            return run_dir / "huggingface"
-        init_from = _read_settings(run_dir).get("run", {}).get("init_from")
-        if not init_from:
-            return None
-        run_dir = Path(str(init_from))
-    return None
+        try:
+            paths = [path for name in PASSTHROUGH_FILES if (path := run_dir / IMPORTED_DIR / name).is_file()]
+            if paths:
+                return {path.name: path.read_bytes() for path in paths}
+            init_from = _read_init_from(run_dir)
+            if not init_from:
+                return {}
+            run_dir = parse_location(init_from)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{run_dir}: cannot be read: {getattr(error, 'strerror', '') or error}") from error
+    return {}

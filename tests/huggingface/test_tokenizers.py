@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raytrain_hpc import export_model, import_model
+from raytrain_hpc import export_model, import_dcp, import_model
 from raytrain_hpc.data.tokenizer.base import ByteTokenizer, CharTokenizer, Tokenizer
 from raytrain_hpc.data.tokenizer.bpe import train_tokenizer
 from raytrain_hpc.data.tokenizer.hf_files import build_tokenizer_files
 from raytrain_hpc.huggingface.atomic_dir import PASSTHROUGH_FILES
+from raytrain_hpc.storage.object_path import ObjectPath
+from tests.dcp.llama_reference import SEQ_LEN, WORDS, build_llama, save_alone
 from tests.huggingface.random_models import build_random_model
 
 transformers = pytest.importorskip("transformers")
@@ -64,3 +67,25 @@ def test_tokenizer_files_survive_import_and_export(tmp_path: Path) -> None:
         reloaded.chat_template == original.chat_template
         and reloaded(TEXTS[0])["input_ids"] == original(TEXTS[0])["input_ids"]
     )
+
+
+def test_tokenizer_files_survive_import_of_a_distributed_checkpoint(folder: ObjectPath, tmp_path: Path) -> None:
+    """Also those of a run that was started from such an import in a bucket."""
+    saved = save_alone(tmp_path / "dcp", build_llama().state_dict())
+    files = build_tokenizer_files(train_tokenizer(TEXTS * 3, 258), SEQ_LEN)
+    files |= {"chat_template.jinja": "{{ messages }}", "special_tokens_map.json": '{"bos_token": "<|begin|>"}'}
+    files["tokenizer_config.json"] = json.dumps(json.loads(files["tokenizer_config.json"]) | {"bos_token": "<|begin|>"})
+    (tmp_path / "theirs").mkdir()
+    for name, text in files.items():
+        (tmp_path / "theirs" / name).write_text(text)
+    run = tmp_path / "ours"
+    import_dcp(saved, run, WORDS, tokenizer=f"hf:{tmp_path / 'theirs'}")
+    export_model(run, tmp_path / "out")
+    assert {name: (tmp_path / "out" / name).read_text() for name in files} == files
+    for path in (run / "huggingface").iterdir():
+        (folder / "huggingface" / path.name).write_bytes(path.read_bytes())
+    shutil.rmtree(run / "huggingface")
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("init_from: ''", f"init_from: {folder}"))
+    export_model(run, tmp_path / "again")
+    assert {name: (tmp_path / "again" / name).read_text() for name in files} == files
