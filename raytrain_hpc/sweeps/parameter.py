@@ -165,7 +165,7 @@ def _accepts(key: str, number: float) -> bool:
 
 
 def _split_values(text: str, values: str) -> tuple[str, ...]:
-    """Split "1,2" into ("1", "2"), but not at commas inside brackets."""
+    """Split "1,2,1" into ("1", "2"), without repetitions, but not at commas inside brackets."""
     choices, depth = [""], 0
     for character in values:
         depth += (character in "[{") - (character in "]}")
@@ -175,7 +175,7 @@ def _split_values(text: str, values: str) -> tuple[str, ...]:
             choices[-1] += character
     if not all(choice.strip() for choice in choices):
         _refuse(text, "must have the form key=value,value,... or key=low..high")
-    return tuple(choice.strip() for choice in choices)
+    return tuple(dict.fromkeys(choice.strip() for choice in choices))
 
 
 def _refuse(text: str, remedy: str) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import islice, product
 from typing import Any, get_args
 
@@ -22,6 +23,7 @@ from raytrain_hpc.sweeps.trial import Mode, Trial
 
 DEFAULT_TRIALS = 20
 _MAX_CHECKED_COMBINATIONS = 256
+_MAX_NAME_BYTES = 200  # file systems allow 255
 _ALSO_CHANGE_RESULTS = ("train.steps", "train.callbacks", "eval.")  # although a run can be resumed with other values
 
 
@@ -42,6 +44,13 @@ class SweepOptions:
     stop_bad: bool = False
     min_steps: int | None = None
     at_once: int | None = None
+
+
+def name_directory(settings: Sequence[str]) -> str:
+    """Return the name of a directory for settings; other settings have another one, also where a path replaces "/"."""
+    text = ",".join(settings)
+    name = text.replace("/", "_").encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
+    return name if name == text else f"{name}-{sha256(text.encode()).hexdigest()[:8]}"
 
 
 class SweepPlan:
@@ -79,7 +88,7 @@ class SweepPlan:
 
     def make_trial(self, number: int, settings: tuple[str, ...]) -> Trial:
         """Return a new trial. Those of a grid have a directory with the name of their settings."""
-        name = ",".join(settings).replace("/", "_") if self.options.search == "grid" else f"trial-{number:03}"
+        name = name_directory(settings) if self.options.search == "grid" else f"trial-{number:03}"
         return Trial(number, settings, self.directory / name)
 
     def build_trial_config(self, trial: Trial, common: Sequence[str] = ()) -> Config:

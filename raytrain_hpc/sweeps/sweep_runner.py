@@ -174,8 +174,10 @@ class _SweepRunner:
                 return
             trial = self._plan.make_trial(number, settings)
             earlier = self._trials.get(settings)
-            if earlier is None or not earlier.is_finished:
+            if earlier is None:
                 yield trial
+            elif not earlier.is_finished:
+                yield replace(trial, run_dir=earlier.run_dir)  # earlier versions named directories in another way
             else:
                 self._trials[settings] = replace(earlier, number=number)  # a grid may have been extended
 

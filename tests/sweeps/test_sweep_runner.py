@@ -91,6 +91,27 @@ def test_trials_lie_in_the_directory_of_the_sweep_whatever_its_name(tmp_path: Pa
     ]
 
 
+def test_trials_of_a_grid_have_directories_of_their_own(tmp_path: Path) -> None:
+    long = [f"[{{pattern: '{'ä' * 150}{end}'}}]" for end in "xy"]
+    plan = make_plan(tmp_path, "data.path=a/b,a_b,a_b", f"optimizer.groups={','.join(long)}")
+    trials = [plan.make_trial(number, settings) for number, settings in enumerate(plan.search.combinations)]  # type: ignore[attr-defined]
+    names = {trial.name for trial in trials}
+    assert len(trials) == len(names) == 4 and max(len(name.encode()) for name in names) <= 255
+    assert [trial.name for trial in trials] == [plan.make_trial(9, trial.settings).name for trial in trials]
+    plan = make_plan(tmp_path, "data.path=a/b,a_b,a/b", at_once=1)
+    result = run(plan)
+    assert [trial.parameters for trial in result.trials] == [{"data.path": "a/b"}, {"data.path": "a_b"}]
+    assert [count_starts(trial) for trial in result.trials] == [1, 1]
+    assert result.trials[1].name == "data.path=a_b"
+
+
+def test_a_trial_of_a_grid_is_continued_in_its_recorded_directory(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path, "data.path=a/b", at_once=1)
+    (settings,) = plan.search.combinations  # type: ignore[attr-defined]
+    plan.record.save([Trial(0, settings, tmp_path / "data.path=a_b", "interrupted")])
+    assert [trial.name for trial in run(plan).trials] == ["data.path=a_b"]
+
+
 @pytest.mark.parametrize("search", ["random", "tpe"])
 def test_a_search_in_two_parts_has_the_trials_of_one_in_one_go(tmp_path: Path, search: str) -> None:
     options = {"search": search, "seed": 3, "at_once": 1}
