@@ -94,6 +94,8 @@ def _list_weight_files(source: Path) -> list[Path]:
         if not isinstance(weight_map, Mapping):
             raise ModelError(f"{index}: has no weight_map")
         return [source / Path(name).name for name in sorted(set(weight_map.values()))]
+    if (single := source / "model.safetensors").is_file():  # others beside it repeat its weights in another format
+        return [single]
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ModelError(

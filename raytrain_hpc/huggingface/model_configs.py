@@ -18,6 +18,7 @@ _ARCHITECTURES: dict[Family, str] = {
     "mixtral": "MixtralForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
+_DEFAULT_POSITIONS = {"llama": 2048, "qwen3": 32768, "mixtral": 131072}  # of a config.json without the number
 _BALANCE_RATE = 0.001  # a default; imported models have no expert bias
 
 
@@ -42,8 +43,9 @@ def parse_hf_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def get_max_positions(config: Mapping[str, Any]) -> int:
-    """Return the maximum number of positions of a model; 0 if its config.json has none."""
-    return int(config.get("n_positions") or config.get("max_position_embeddings") or 0)
+    """Return the maximum number of positions of a model that `parse_hf_config` accepts."""
+    default = _DEFAULT_POSITIONS.get(config["model_type"], 0)  # GPT-2's is never missing
+    return int(config.get("n_positions") or config.get("max_position_embeddings") or default)
 
 
 def get_family(spec: ModelSpec) -> Family:

@@ -16,7 +16,7 @@ from raytrain_hpc import export_model, import_model
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.driver.run_directory import RunDirectory
 from raytrain_hpc.errors import CheckpointError, ModelError
-from raytrain_hpc.huggingface.model_configs import build_hf_config, get_family, parse_hf_config
+from raytrain_hpc.huggingface.model_configs import build_hf_config, get_family, get_max_positions, parse_hf_config
 from raytrain_hpc.huggingface.weight_mapping import build_weight_mappings
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.state.shard_index import StateIndex, TensorSlices, find_missing
@@ -212,6 +212,22 @@ def test_unsupported_models_are_refused(tmp_path: Path, change: dict[str, Any], 
     with pytest.raises(ModelError, match=reason):
         import_model(tmp_path / "theirs", tmp_path / "ours")
     assert {entry.name for entry in tmp_path.iterdir()} == {"theirs"}  # no partial directory is left
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_a_config_without_positions_has_those_of_transformers(name: str) -> None:
+    config = build_random_model(name).config
+    content = {key: value for key, value in config.to_dict().items() if key != "max_position_embeddings"}
+    assert get_max_positions(content) == type(config)().max_position_embeddings
+
+
+def test_a_copy_of_the_weights_in_another_format_is_ignored(tmp_path: Path) -> None:
+    model = build_random_model("llama")
+    model.save_pretrained(tmp_path / "theirs")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, tmp_path / "theirs" / "consolidated.safetensors")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    decoder, _ = load_model(RunDirectory(tmp_path / "ours"))
+    assert torch.equal(decoder.embedding.weight, model.model.embed_tokens.weight)
 
 
 def test_invalid_directories_are_refused(tmp_path: Path) -> None:
