@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.distributed.process_groups import ParallelContext
@@ -24,6 +23,7 @@ from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.training.forward_backward import ForwardBackward, LocalForwardBackward
+from raytrain_hpc.training.module_tensors import broadcast_bytes, cast_floating_point, check_dtypes
 from raytrain_hpc.training.pipeline_forward_backward import PipelineForwardBackward, TimelineReporter
 from raytrain_hpc.training.running_statistics import RunningStatistics
 from raytrain_hpc.training.state_builder import ParameterSlice, list_persistent_buffers
@@ -58,7 +58,10 @@ def build_model(train_module: TrainModule, spec: WorkerSpec, context: ParallelCo
     stages = layout.pipeline.get_stages_of_rank(context.coordinates["pp"])
     dtype = get_param_dtype(config.train.dtype)
     # A user's factory can return a module with parts in evaluation mode, as transformers does.
-    modules = {stage: train_module.build(stage).to(dtype).train() for stage in stages}
+    modules = {stage: train_module.build(stage).train() for stage in stages}
+    for module in modules.values():
+        check_dtypes(module)
+        cast_floating_point(module, dtype)
     if context.mesh is not None:
         for module in modules.values():
             _broadcast_initial_weights(module, context.device)
@@ -166,5 +169,5 @@ def _broadcast_initial_weights(module: nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not tensor.is_meta:
             received = tensor.detach().to(device)
-            dist.broadcast(received, 0)
+            broadcast_bytes(received)
             tensor.detach().copy_(received)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.parallel.computation_trace import ComputationTracer
+from raytrain_hpc.training.module_tensors import broadcast_bytes
 
 
 class RunningStatistics:
@@ -62,7 +63,7 @@ class RunningStatistics:
         self._initial, self._updated = None, []
         if self._group is not None:
             for buffer in self.buffers:
-                dist.broadcast(buffer, group=self._group, group_src=0)
+                broadcast_bytes(buffer, self._group)
 
 
 def _copy(values: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from raytrain_hpc.config.schema import AUTO, Config
@@ -22,6 +21,7 @@ from raytrain_hpc.parallel.parallelize import ParallelModel, parallelize
 from raytrain_hpc.parallel.reduction_order import make_reduction_orders
 from raytrain_hpc.planner.layout import Batching
 from raytrain_hpc.state.shard_index import StateIndex
+from raytrain_hpc.training.module_tensors import broadcast_bytes, check_dtypes
 from raytrain_hpc.training.running_statistics import RunningStatistics
 from raytrain_hpc.training.state_builder import build_gradient_norm
 
@@ -42,11 +42,12 @@ class ScriptModels:
         batching: Batching,
     ):
         self._context, self._is_elastic = context, config.train.deterministic == "elastic"
-        for module in models.values():
+        for name, module in models.items():
+            check_dtypes(module, f"attach: model {name}" if name else "attach: model")
             module.to(context.device)
             if context.world_group is not None:
                 for tensor in (*module.parameters(), *module.buffers()):
-                    dist.broadcast(tensor.detach(), 0)
+                    broadcast_bytes(tensor)
         _check_not_shared(models)
         self.parallel_models: list[ParallelModel] = []
         replaced: dict[nn.Parameter, nn.Parameter] = {}
