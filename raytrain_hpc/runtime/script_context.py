@@ -47,7 +47,10 @@ class ScriptRank(Protocol):
     def get_local_rows(self, num_rows: int) -> range:
         """Return the rows of a batch of `num_rows` that this rank computes."""
 
-    def seed_rows(self, rows: range) -> AbstractContextManager[Callable[[int], None]]:
+    def begin_draw(self) -> tuple[int, int]:
+        """Return what tells the next batch from others: its step, and its number among those drawn in the step."""
+
+    def seed_rows(self, draw: tuple[int, int]) -> AbstractContextManager[Callable[[int], None]]:
         """Return a context in which each row of a batch is read with generators seeded by a function of the row."""
 
     def move_to_device(self, batch: Any) -> Any:

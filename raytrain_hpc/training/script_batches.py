@@ -31,13 +31,21 @@ class ScriptBatches:
     def __init__(self, layout: Layout, rank: int, batching: Batching, *, is_elastic: bool):
         self._dp_size, self._dp_rank = layout.dp_size, layout.get_dp_rank(rank)
         self._batching, self._is_elastic = batching, is_elastic
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Forget the batches of the last step."""
         self._row_counts: list[tuple[int, int]] = []  # (rows of this rank, rows of the batch) since the last pass
         self._has_used_rows = False
-        self.num_rows = 0  # of all global batches of the step
+        self._num_taken = 0  # rows of all global batches of the step
+
+    def begin_step(self) -> None:
+        """Forget the batches of the last step, but not those that no pass has used: they were drawn ahead."""
+        if self._has_used_rows:
+            self._row_counts, self._has_used_rows = [], False
+        self._num_taken = sum(num_rows for _, num_rows in self._row_counts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all global batches of the step, without those that no pass has used."""
+        unused = [] if self._has_used_rows else self._row_counts
+        return self._num_taken - sum(num_rows for _, num_rows in unused)
 
     def take_rows(self, num_rows: int) -> range:
         """Return the rows of a batch that this rank computes. Raises ModelError if it cannot be divided."""
@@ -45,7 +53,7 @@ class ScriptBatches:
         if self._has_used_rows:  # the rows of another backward pass
             self._row_counts, self._has_used_rows = [], False
         self._row_counts.append((len(rows), num_rows))
-        self.num_rows += num_rows
+        self._num_taken += num_rows
         return rows
 
     def use_rows(self, step: int) -> float:

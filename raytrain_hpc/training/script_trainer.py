@@ -290,9 +290,14 @@ class ScriptTrainer:
         """Return the rows of a batch that this rank computes. Raises ModelError if it cannot be divided."""
         return self._batches.take_rows(num_rows)
 
+    def begin_draw(self) -> tuple[int, int]:
+        """Return what tells the next batch from others: its step, and its number among those drawn in the step."""
+        self._num_batches_read += 1
+        return self._step or 0, self._num_batches_read
+
     @contextmanager
-    def seed_rows(self, rows: range) -> Iterator[Callable[[int], None]]:
-        """Yield a function that seeds the generators for a row of the next batch; restore them at the end.
+    def seed_rows(self, draw: tuple[int, int]) -> Iterator[Callable[[int], None]]:
+        """Yield a function that seeds the generators for a row of the batch `draw`; restore them at the end.
 
         A single rank draws from the shared generators, as the script does without a run, unless it must draw as
         several ranks do (train.deterministic=elastic).
@@ -300,8 +305,7 @@ class ScriptTrainer:
         if self.context.layout.world_size == 1 and not self._is_elastic:
             yield lambda row: None
             return
-        self._num_batches_read += 1
-        key = (self._config.run.seed, "script rows", self._step or 0, self._num_batches_read)
+        key = (self._config.run.seed, "script rows", *draw)
         with restore_generators():
             yield lambda row: seed_generators(derive_key(*key, row))
 

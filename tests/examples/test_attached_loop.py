@@ -171,6 +171,21 @@ def test_rows_are_split_contiguously() -> None:
         ranks[0].take_rows(2)
 
 
+def test_rows_that_were_taken_a_step_ahead_are_those_of_the_step() -> None:
+    rank = ScriptBatches(Layout(dp_replicate=3), 1, Batching(4, 2), is_elastic=False)
+    rank.take_rows(8)  # before the loop
+    for step in range(3):
+        rank.begin_step()
+        assert rank.use_rows(step) == 3 / 8
+        rank.take_rows(8)
+        assert rank.num_rows == 8
+    rank.begin_step()
+    rank.use_rows(3)
+    rank.begin_step()
+    with pytest.raises(ModelError, match="step 4: every rank has the whole batch"):
+        rank.use_rows(4)
+
+
 @pytest.mark.parametrize("is_elastic", [False, True])
 def test_microbatches_cover_a_batch_and_have_its_weight(is_elastic: bool) -> None:
     """4 microbatches of 2 rows on 3 ranks: the last rank has two, so the others repeat one with weight zero."""

@@ -18,10 +18,8 @@ from raytrain_hpc.script_loader import FunctionLoader, ScriptLoader
 class FakeRank:
     """A rank of `world_size`, without a run."""
 
-    has_started = False
-
-    def __init__(self, rank: int = 0, world_size: int = 1):
-        self._rank, self.world_size = rank, world_size
+    def __init__(self, rank: int = 0, world_size: int = 1, *, has_started: bool = True):
+        self._rank, self.world_size, self.has_started = rank, world_size, has_started
 
     def get_local_rows(self, num_rows: int) -> range:
         return range(self._rank * num_rows // self.world_size, (self._rank + 1) * num_rows // self.world_size)
@@ -29,8 +27,11 @@ class FakeRank:
     def move_to_device(self, batch: Any) -> Any:
         return batch
 
+    def begin_draw(self) -> tuple[int, int]:
+        return 0, 1
+
     @contextmanager
-    def seed_rows(self, rows: range) -> Iterator[Any]:
+    def seed_rows(self, draw: tuple[int, int]) -> Iterator[Any]:
         yield lambda row: None
 
 
@@ -123,8 +124,43 @@ def test_mistakes_are_named() -> None:
         [next(small) for _ in range(3)]
 
 
+class NoisyNumbers(Numbers):
+    def __getitem__(self, index: int) -> tuple[int, float]:  # type: ignore[override]
+        return index, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("num_used", [1, 3, 4, 6])
+def test_a_batch_drawn_before_the_loop_is_the_last_one_again(num_used: int) -> None:
+    def make_noisy_loader(rank: FakeRank) -> ScriptLoader:
+        return ScriptLoader(DataLoader(NoisyNumbers(), batch_size=4, shuffle=True), rank)  # type: ignore[arg-type]
+
+    def draw(loader: ScriptLoader) -> list[list[float]]:
+        return [values.tolist() for values in next(loader)]
+
+    seed()
+    first = make_noisy_loader(rank := FakeRank(has_started=False))
+    drawn = [draw(first)]
+    rank.has_started = True
+    drawn += [draw(first) for _ in range(num_used - 1)]
+    state, generator = first.state_dict(), torch.get_rng_state()
+    expected = [draw(first) for _ in range(4)]
+    torch.manual_seed(99)
+    second = make_noisy_loader(rank := FakeRank(has_started=False))
+    second.load_state_dict(state)
+    before = torch.get_rng_state()
+    assert draw(second) == drawn[-1]
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.set_rng_state(generator)
+    rank.has_started = True
+    assert [draw(second) for _ in range(4)] == expected
+    early = make_noisy_loader(FakeRank(has_started=False))
+    draw(early)
+    with pytest.raises(ModelError, match="at most one batch before the loop over run.steps"):
+        draw(early)
+
+
 def test_a_function_that_draws_ahead_draws_its_last_batch_again() -> None:
-    rank = FakeRank()
+    rank = FakeRank(has_started=False)
     torch.manual_seed(0)
     first = FunctionLoader(lambda: torch.rand(1).item(), rank)  # type: ignore[arg-type]
     drawn = [next(first) for _ in range(4)]
