@@ -194,7 +194,7 @@ def attach(
         scheduler: A learning-rate scheduler, or another object with `state_dict` and `load_state_dict`.
         plan: Blocks of the models, as of `train`: the units of sharding.
         objects: Further objects whose `state_dict` consists of plain numbers, text, lists and dicts, such as a
-            gradient scaler.
+            gradient scaler. Tensors belong in a module that is given as one of several models.
     """
     rank = CURRENT_RANK.get()
     models = {"": model} if not isinstance(model, Mapping) else model

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,7 +28,8 @@ class ScriptState:
     therefore takes one step whose effects are undone, so that the state has the same tensors from the beginning.
     `models`, `optimizers`: by name; "" for one without a name. `objects`: anything with `state_dict`.
 
-    Raises ModelError if an optimizer has a parameter that no model has, or if such a step fails.
+    Raises ModelError if an optimizer has a parameter that no model has, if such a step fails, or if an object has a
+    tensor.
     """
 
     def __init__(
@@ -105,10 +108,11 @@ class ScriptState:
     def add_object(self, name: str, item: Any, *, is_resumed: bool) -> None:
         """Add an object to the state; restore it if the run was resumed and has its state.
 
-        Raises ModelError if the name is taken.
+        Raises ModelError if the name is taken, or if its state has a tensor.
         """
         if name in self.objects:
             raise ModelError(f"{name}: an object of this name is part of the state already")
+        _describe_object(name, item)
         self.objects[name] = item
         saved = self._restored_objects.get(name)
         if is_resumed and saved is not None:
@@ -123,10 +127,10 @@ class ScriptState:
         self._capture_plain_values()
 
     def _capture_plain_values(self) -> None:
-        """Store the non-tensor values. Raises ModelError if they exceed the capacity."""
+        """Store the non-tensor values. Raises ModelError if they exceed the capacity, or for an object's tensor."""
         values = {
             "optimizers": {key: self._describe_optimizer(optimizer) for key, optimizer in self._optimizers.items()},
-            "objects": {name: _to_plain(item.state_dict()) for name, item in self.objects.items()},
+            "objects": {name: _describe_object(name, item) for name, item in self.objects.items()},
         }
         text = json.dumps(values).encode()
         if len(text) > _PLAIN_VALUES_BYTES:
@@ -203,9 +207,32 @@ def _copy_state(state: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
     }
 
 
+def _describe_object(name: str, item: Any) -> Any:
+    """Return the state of an object as JSON values. Raises ModelError if it has a tensor or an array."""
+    state = item.state_dict()
+    _check_no_tensors(f"attach: {name}: state_dict()", state)
+    return _to_plain(state)
+
+
+def _check_no_tensors(label: str, value: Any) -> None:
+    """Raise ModelError for a tensor or array of several elements, which would be left out of the state."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_no_tensors(f"{label}[{key!r}]", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_no_tensors(f"{label}[{index}]", item)
+    elif isinstance(value, Tensor | np.ndarray) and math.prod(value.shape) > 1:
+        raise ModelError(
+            f"{label} is a tensor or array of shape {list(value.shape)}, and objects can keep numbers, text, lists and "
+            "dicts only; make it a parameter or buffer of an nn.Module and attach that as a further model: "
+            'rt.attach({"model": model, "other": other}, optimizer)'
+        )
+
+
 def _to_plain(value: Any) -> Any:
     """Convert numbers, strings, lists and string-keyed dicts to JSON values; return _OMITTED for other types."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         return value.item()
     if isinstance(value, list | tuple):
         values = [_to_plain(item) for item in value]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -184,3 +185,55 @@ def test_frozen_parameters_have_no_optimizer_state() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     names = {shard.name for shard in make_state(model, optimizer, None).to_sharded_state(NO_GENERATORS)}
     assert "model.0.weight" in names and not any(name.startswith("optimizer.exp_avg.0.") for name in names)
+
+
+class Average:
+    """An average of weights, kept as tensors outside of a module."""
+
+    def __init__(self, state: dict[str, Any]):
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("array", [torch.zeros(4, 2), np.zeros((4, 2))])
+def test_tensors_of_an_object_are_refused_by_name(array: Any) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"attach: ema: state_dict\(\)\['avg'\]\[1\] is a tensor or array of shape \[4, 2\].*further model"
+    ema = Average({"avg": [torch.zeros(1), array]})
+    with pytest.raises(ModelError, match=message):
+        ScriptState({"": model}, {"": optimizer}, {"ema": ema})
+    late = Average({"number": np.int64(3), "one": torch.ones(1), "function": len})
+    state = ScriptState({"": model}, {"": optimizer}, {"late": late})
+    with pytest.raises(ModelError, match=message):
+        state.add_object("ema", ema, is_resumed=False)
+    late.state = {"number": 4}
+    state.restore()
+    assert late.state["number"] == 3 and late.state["one"] == 1
+    late.state = {0: torch.zeros(3)}
+    with pytest.raises(ModelError, match=r"attach: late: state_dict\(\)\[0\] is a tensor"):
+        state.capture()
+
+
+def test_a_further_model_keeps_averaged_weights() -> None:
+    """What the message for tensors of an object recommends."""
+
+    def make_parts() -> tuple[dict[str, nn.Module], torch.optim.Optimizer]:
+        model = nn.Linear(2, 1)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        return {"model": model, "ema": average}, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    models, optimizer = make_parts()
+    state = ScriptState(models, {"": optimizer}, {})
+    models["ema"].update_parameters(models["model"])  # type: ignore[operator]
+    others, other_optimizer = make_parts()
+    restored = ScriptState(others, {"": other_optimizer}, {})
+    states = [one.to_sharded_state(NO_GENERATORS) for one in (restored, state)]
+    reshard_state(*states, None, torch.device("cpu"))
+    assert int(others["ema"].n_averaged) == 1  # type: ignore[arg-type]
+    assert torch.equal(others["ema"].module.weight, models["model"].weight)  # type: ignore[union-attr,arg-type]
