@@ -41,12 +41,17 @@ class ScriptGenerators:
         self.state.copy_(pack_generators())
 
     def sync(self) -> None:
-        """Give all ranks the states of rank 0. Collective. Call after `capture`."""
+        """Give the generators of all ranks the states of rank 0. Collective. Call after `capture`."""
+        if self._group is not None:
+            self.sync_state()
+            unpack_generators(self.state)
+
+    def sync_state(self) -> None:
+        """Give all ranks the states that rank 0 has captured; the generators themselves keep theirs. Collective."""
         if self._group is not None:
             received = self.state.to(self._device)
             dist.broadcast(received, group=self._group, group_src=0)
             self.state.copy_(received)
-            unpack_generators(self.state)
 
     def restore(self) -> None:
         """Set the generators to the saved states. Call before the first step of a resumed run."""

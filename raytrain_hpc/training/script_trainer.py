@@ -193,6 +193,7 @@ class ScriptTrainer:
         self._models.connect(peer_info.destination_indexes)
         if spec.start_step:
             self._script_state.restore(context.world_group, self.device)
+        self._generators.sync_state()  # a fault can come between the capture of a step and the agreement
         callback_state.sync(context.world_group, self.device)
         callback_state.restore()
         return peers, peer_info, store
