@@ -40,6 +40,7 @@ class ScriptState:
     ):
         self._models, self._optimizers, self.objects = models, optimizers, dict(objects)
         self.parameters = name_parameters(models)
+        self._sorted_names = sorted(self.parameters)
         names = {parameter: name for name, parameter in self.parameters.items()}
         for optimizer in optimizers.values():
             for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -134,22 +135,32 @@ class ScriptState:
         }
         text = json.dumps(values).encode()
         if len(text) > _PLAIN_VALUES_BYTES:
-            raise ModelError(f"attach: {len(text)} bytes of non-tensor state; the limit is {_PLAIN_VALUES_BYTES} bytes")
+            sizes = {
+                f"{kind} {name}".strip(): len(json.dumps(value))
+                for kind, parts in values.items()
+                for name, value in parts.items()
+            }
+            largest = max(sizes, key=lambda name: sizes[name])
+            raise ModelError(
+                f"attach: {len(text)} bytes of non-tensor state, {sizes[largest]} of them of {largest}; the limit is "
+                f"{_PLAIN_VALUES_BYTES} bytes: use fewer parameter groups, keep long lists out of state_dict"
+            )
         self._plain_values.zero_()
         self._plain_values[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def _describe_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        states = {name: optimizer.state.get(parameter) for name, parameter in self.parameters.items()}
+        states = {name: optimizer.state.get(self.parameters[name]) for name in self._sorted_names}
         return {
             "groups": [
                 _to_plain({key: value for key, value in group.items() if key != "params"})
                 for group in optimizer.param_groups
             ],
-            # The optimizer has no state yet for parameters that were never updated.
+            # One character for each name, sorted: there is no state yet for parameters that were never updated.
+            "has_state": "".join("1" if state else "0" for state in states.values()),
             "states": {
-                name: _to_plain({key: entry for key, entry in state.items() if not isinstance(entry, Tensor)})
+                name: plain
                 for name, state in states.items()
-                if state
+                if state and (plain := _to_plain({k: v for k, v in state.items() if not isinstance(v, Tensor)}))
             },
         }
 
@@ -182,8 +193,12 @@ class ScriptState:
                     group[name] = _merge(group.get(name), value)
         for name, entries in saved["states"].items():
             optimizer.state[self.parameters[name]].update(entries)
+        with_state = saved["states"].keys()  # in checkpoints of earlier versions, of all that have state
+        if "has_state" in saved:
+            flags = zip(self._sorted_names, saved["has_state"], strict=True)
+            with_state = {name for name, flag in flags if flag == "1"}
         for owner, parameter, name, entry, tensor in self._optimizer_tensors:
-            if owner == key and name in saved["states"]:
+            if owner == key and name in with_state:
                 optimizer.state[parameter][entry] = tensor
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -95,6 +96,44 @@ def test_capture_changes_no_loss_and_restore_continues_the_curve(optimizer: str,
     restored.restore()
     assert restored.lr == state.lr
     assert train(second, 5, 12) == expected[5:]
+
+
+def test_many_parameters_fit_and_a_checkpoint_of_an_earlier_version_is_read() -> None:
+    def make_parts() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        parameters = {f"a_rather_long_name_of_a_module_{i:05d}": nn.Parameter(torch.zeros(1)) for i in range(6000)}
+        model = nn.ParameterDict(parameters)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None
+
+    first, second = make_parts(), make_parts()
+    state, restored = make_state(*first), make_state(*second)
+    used = [parameter for index, parameter in enumerate(first[0].parameters()) if index % 3]
+    for parameter in used:
+        parameter.grad = torch.ones(1)
+    first[1].step()
+    state.capture()
+    states = [one.to_sharded_state(NO_GENERATORS) for one in (restored, state)]
+    reshard_state(*states, None, torch.device("cpu"))
+    plain = json.loads(bytes(states[0].get_shard("plain", 0).tensor.numpy()).rstrip(b"\0"))
+    assert plain["optimizers"][""]["states"] == {}
+    restored.restore()
+    assert [bool(second[1].state.get(parameter)) for parameter in second[0].parameters()] == [
+        bool(index % 3) for index in range(6000)
+    ]
+    del plain["optimizers"][""]["has_state"]
+    plain["optimizers"][""]["states"] = {"a_rather_long_name_of_a_module_00004": {}}
+    text = json.dumps(plain).encode()
+    states[0].get_shard("plain", 0).tensor.zero_()[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    second[1].state.clear()
+    restored.restore()
+    assert len(second[1].state) == 1
+
+
+def test_state_beyond_the_capacity_is_named() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"attach: \d+ bytes of non-tensor state, \d+ of them of objects history; the limit is .*state_dict"
+    with pytest.raises(ModelError, match=message):
+        ScriptState({"": model}, {"": optimizer}, {"history": Average({"losses": [0.25] * 60000}), "n": Average({})})
 
 
 def test_optimizer_of_another_model_is_rejected() -> None:
