@@ -42,6 +42,7 @@ class CallbackState:
         """
         self.pending, self._dropped = PendingRequests(), dropped
         self._plain_values: dict[str, Any] = {}
+        self._kept: dict[str, list[Tensor]] = {}  # copies of the tensors of optional callbacks, to put back
         self._callbacks = _name_callbacks(callbacks)
         self._slices = {name: ParameterSlice(model, name) for name in model.trainable_parameters if callbacks}
         self._values = torch.zeros(_MAX_VALUES_BYTES if callbacks else 0, dtype=torch.uint8)
@@ -90,7 +91,9 @@ class CallbackState:
         self.pending = pending or self.pending
         values = self._plain_values
         for name, callback in self._callbacks.items():
-            if callback in self._dropped:  # keeps the state of the step before, on all ranks
+            if callback in self._dropped:  # has the state of the step before, on all ranks
+                for tensor, kept in zip(self._list_tensors(name), self._kept[name], strict=True):
+                    tensor.copy_(kept)
                 continue
             values[name] = {}
             for key, value in _get_state(name, callback).items():
@@ -100,6 +103,8 @@ class CallbackState:
                     self._copy_tensor(f"{name}.{key}", self._tensors.get((name, key)), value.detach())
                 else:
                     values[name][key] = _check_plain(f"{name}.{key}", value)
+            if callback.optional:  # one that fails on a rank can have changed its tensors on the others
+                self._kept[name] = [tensor.clone() for tensor in self._list_tensors(name)]
         if self._callbacks:
             self._write_values({"callbacks": values, "pending": self._pending_to_json()})
 
@@ -132,6 +137,12 @@ class CallbackState:
     def get_outstanding_requests(self, step: int) -> CallbackRequests:
         """Return the requests that were made after `step` and not carried out when the state was captured."""
         return self.pending.requests if self.pending.step == step else CallbackRequests()
+
+    def _list_tensors(self, name: str) -> list[Tensor]:
+        """Return the tensors of a callback, replicated and per parameter."""
+        states = (state for (owner, _), state in self._parameter_states.items() if owner == name)
+        replicated = [tensor for (owner, _), tensor in self._tensors.items() if owner == name]
+        return [*replicated, *(tensor for state in states for tensor in state.values())]
 
     def _check_parameter_state(self, name: str, key: str, state: ParameterState) -> ParameterState:
         for parameter, tensor in state.items():

@@ -109,6 +109,25 @@ class Failing(Callback):
             raise ValueError(self._text)
 
 
+class FailingCounter(Failing):
+    """Fail in `post_step` of rank 0 at a step, before tensors are changed in place as on the other ranks. Optional."""
+
+    def __init__(self, step: int):
+        super().__init__("post_step", step, optional=True)
+
+    def on_generation_start(self) -> None:
+        self.count = torch.zeros(1)
+        self.counts = ParameterState({name: torch.zeros_like(w) for name, w in self.context.parameters.items()})
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        super().post_step(metrics)
+        for tensor in (self.count, *self.counts.values()):
+            tensor += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "counts": self.counts}
+
+
 class FixedState(Callback):
     """A callback whose state is what it is given."""
 

@@ -14,7 +14,7 @@ from raytrain_hpc.checkpoint.shard_io import read_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.errors import CallbackError
 from raytrain_hpc.state.sharded_state import TORCH_DTYPES, ShardedState, StateShard
-from tests.callbacks.recording_callbacks import Counters, FixedState, Requester, get_notes
+from tests.callbacks.recording_callbacks import Counters, FailingCounter, FixedState, Requester, get_notes
 from tests.training.generations import run_generation
 from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
@@ -107,6 +107,20 @@ def test_callbacks_can_be_added_and_removed_when_a_run_resumes(pool: WarmPool, t
     assert get_notes(added[2])[0] == "state: 0 [] [0, 0, 0]" and get_final_state(added[2]).startswith("end: 2 ")
     removed = pool.train(make_small_config(tmp_path, *words), resume_step=4)
     assert [step["step"] for step in get_step_metrics(removed[0])] == [5, 6]
+
+
+def test_an_optional_callback_that_fails_on_one_rank_keeps_its_state_on_all(pool: WarmPool, tmp_path: Path) -> None:
+    config = make_small_config(tmp_path, *BASE, "cluster.workers=2", "fault.replica_check_interval=1")
+    records = pool.train(config, callbacks=[FailingCounter(3)])
+    assert [step["step"] for step in get_step_metrics(records[0])] == [1, 2, 3, 4, 5, 6]
+    checkpoint = CheckpointStore(tmp_path / "checkpoints").find(6)
+    assert checkpoint is not None
+    names = [name for name in checkpoint.index if name.startswith("callbacks.FailingCounter.")]
+    assert len(names) > 10
+    for name in names:
+        tensor = torch.empty(checkpoint.index[name].shape)
+        read_state(checkpoint, ShardedState([StateShard.from_tensor(name, tensor)]))
+        assert (tensor == 2).all(), name
 
 
 def test_rollback_restores_the_state_of_callbacks(pool: WarmPool, tmp_path: Path) -> None:
