@@ -57,7 +57,12 @@ def _describe_state(run: RunRecord) -> str:
         return "running"
     if run.result:
         return str(run.result["outcome"])
-    return "not running; repeat the same command to resume" if run.metrics else "not running; no step committed yet"
+    if not run.metrics:
+        return "not running; no step committed yet"
+    is_local = bool(run.config.get("checkpoint", {}).get("local_dir"))  # on nodes, which cannot be seen from here
+    if not is_local and not CheckpointStore(run.location / "checkpoints").list_steps():
+        return "not running; without a checkpoint, the same command starts again at the first step"
+    return "not running; repeat the same command to resume"
 
 
 @click.command()

@@ -260,7 +260,10 @@ def test_newest_pipeline_timeline_is_shown(tmp_path: Path) -> None:
 def test_status_reads_the_run_directory(tmp_path: Path) -> None:
     run = write_run_directory(tmp_path / "run", done=False)
     lines = list(format_status(run))
-    assert lines[0].endswith("not running; repeat the same command to resume")
+    assert lines[0].endswith("not running; without a checkpoint, the same command starts again at the first step")
+    (run / "checkpoints/step-00000006").mkdir(parents=True)
+    (run / "checkpoints/step-00000006/manifest.json").touch()
+    assert next(iter(format_status(run))).endswith("not running; repeat the same command to resume")
     assert lines[1] == "workers    2: 1 on host0, 1 on host1"
     assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
     assert lines[4] == "incidents  1; last: rank 1 died at step 4, recovered in 0.21 s"
