@@ -126,7 +126,7 @@ class DeviceLoader:
         return prefetched
 
     def _read_one(self, step: int, microbatch: int) -> _PrefetchedBatch:
-        return next(self._unpack(next(self._read_blocks(range(step, step + 1), range(microbatch, microbatch + 1), 1))))
+        return _PrefetchedBatch(self.stream.read_microbatch(step, microbatch))
 
     def _unpack(self, item: Block | _PrefetchedBatch) -> Iterator[_PrefetchedBatch]:
         return (

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_hpc.data.loader.packing import SampleRows
-from raytrain_hpc.data.loader.stream import Block, LocalStream, Stream
+from raytrain_hpc.data.loader.stream import Block, LocalStream, Microbatch, Stream
 from raytrain_hpc.errors import DataError
 
 BLOCK_BYTES = 4 << 20  # target size: smaller blocks cost more per delivery, much larger ones too much memory
@@ -84,12 +84,8 @@ class BlockStream(Stream):
         self.num_delivered = 0  # groups received as blocks
 
     def iter_blocks(self, steps: range, microbatches: range, max_microbatches: int) -> Generator[Block, None, None]:
-        """Implement `Stream.iter_blocks`."""
+        """Implement `Stream.iter_blocks` for all microbatches of the rank, from the first step of a group on."""
         plan = self._source.plan
-        if microbatches not in plan.microbatches_by_dp_rank or (steps.start - plan.first_step) % plan.group_steps:
-            # Not whole groups: a single microbatch is read again.
-            yield from self._local.iter_blocks(steps, microbatches, max_microbatches)
-            return
         for start in range(steps.start, steps.stop, plan.group_steps):
             steps_in_group = range(start, min(start + plan.group_steps, steps.stop))
             block = None if self._is_disconnected else self._get_block((start - plan.first_step) // plan.group_steps)
@@ -101,6 +97,10 @@ class BlockStream(Stream):
                 self._log(f"data: readers deliver from step {steps_in_group.start + 1} on")
             self.num_delivered += 1
             yield from block.split(max_microbatches * self.micro_batch_size)
+
+    def read_microbatch(self, step: int, microbatch: int) -> Microbatch:
+        """Implement `Stream.read_microbatch`: no block is requested, so the source serves one thread only."""
+        return self._local.read_microbatch(step, microbatch)
 
     def _get_block(self, group: int) -> Block | None:
         try:

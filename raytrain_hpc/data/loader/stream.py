@@ -121,6 +121,13 @@ class Stream(ABC):
         Raises DataError if a step or microbatch does not exist.
         """
 
+    @abstractmethod
+    def read_microbatch(self, step: int, microbatch: int) -> Microbatch:
+        """Read a logical microbatch in [0, V) of a step >= 0 in this process, whatever `iter_blocks` has delivered.
+
+        Raises DataError if it does not exist.
+        """
+
     def iter_microbatches(self, steps: range, microbatches: range) -> Generator[Microbatch, None, None]:
         """Yield the logical `microbatches` of each step one by one."""
         for block in self.iter_blocks(steps, microbatches, MAX_LOCATED_SAMPLES):
@@ -168,7 +175,7 @@ class LocalStream(Stream):
         return self._list_samples([(step, microbatch) for step in steps for microbatch in microbatches]).reshape(-1)
 
     def read_microbatch(self, step: int, microbatch: int) -> Microbatch:
-        """Read a logical microbatch in [0, V) of a step >= 0. Raises DataError if out of range."""
+        """Implement `Stream.read_microbatch`."""
         samples, source, positions = self._locate([(step, microbatch)])
         return Microbatch(samples, self._read(source, positions))
 

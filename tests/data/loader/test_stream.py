@@ -1,16 +1,21 @@
 import json
 import pickle
+import threading
 
 import numpy as np
 import pytest
+import torch
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.dataset.sources import Dataset, open_dataset
+from raytrain_hpc.data.loader.block_stream import BlockPlan, BlockStream
 from raytrain_hpc.data.loader.eval_set import EvaluationSet
 from raytrain_hpc.data.loader.packing import build_packing
 from raytrain_hpc.data.loader.stream import DataState, open_stream
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.planner.layout import Batching
+from raytrain_hpc.training.device_loader import DeviceLoader
 
 
 class PositionSource:
@@ -152,3 +157,30 @@ def test_limited_evaluation_spreads_its_samples_evenly():
         EvaluationSet(PositionSource(1), build_packing("stream", 16), 4)
     with pytest.raises(DataError, match="there are 3"):
         evaluation.get_batch(3)
+
+
+class GroupSource:
+    """Block source that has every group of the first rank."""
+
+    def __init__(self, stream, plan):
+        self.plan, self._stream, self.threads = plan, stream, set()
+
+    def get_block(self, group):
+        self.threads.add(threading.current_thread())
+        return self._stream.read_block(self.plan.get_steps(group), self.plan.microbatches_by_dp_rank[0])
+
+
+def test_one_microbatch_of_a_group_is_read_again_although_it_is_all_that_the_rank_has_in_a_step():
+    """The step begins a group: its microbatch has the range of the rank's group."""
+    local = make_stream(make_dataset(), global_batch_size=8)
+    source = GroupSource(local, BlockPlan(0, 8, 4, (range(1), range(1, 2)), (0, 1)))
+    stream = BlockStream(local, source, lambda line: None)
+    loader = DeviceLoader(stream, Batching(2, 4), range(1), torch.device("cpu"), DataConfig())
+    with loader.prefetch(0, 8):
+        for step in range(8):
+            batches = [loader.read(step, 0), loader.reread(step, 0), loader.read_microbatch(step, 1)]
+            assert [batch.samples.tolist() for batch in batches] == [
+                list(range(first, first + 4)) for first in (8 * step, 8 * step, 8 * step + 4)
+            ]
+            assert torch.equal(batches[0].inputs, batches[1].inputs)
+    assert stream.num_delivered == 2 and threading.current_thread() not in source.threads
