@@ -233,6 +233,7 @@ def _make_worker_spec(
         layout=layout,
         batching=batching,
         model_spec=prepared.model_spec,
+        dataset_hash=prepared.dataset.dataset_hash,
         custom=prepared.custom,
         generation=generation,
         resume_step=resume_step,

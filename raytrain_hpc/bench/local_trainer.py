@@ -44,6 +44,7 @@ def open_trainer(config: Config, device: torch.device) -> Iterator[Trainer]:
         layout=layout,
         batching=batching,
         model_spec=prepared.model_spec,
+        dataset_hash=prepared.dataset.dataset_hash,
         custom=None,
         generation=1,
         resume_step=None,

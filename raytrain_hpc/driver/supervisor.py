@@ -224,11 +224,9 @@ class Supervisor:
         memory, it starts from the newest checkpoint, or initial weights.
         """
         workers = self._start_worker_group(backend)
-        chooser = (
-            LayoutChooser(run.given, self._config, run.batching, backend, self._console.print_line)
-            if backend.follows_cluster
-            else None
-        )
+        chooser = None
+        if backend.follows_cluster:
+            chooser = LayoutChooser(run.given, self._config, run.batching, backend, self._console.print_line)
         self._target.begin(self._config, run.batching, backend.world_size, chooser)
         planner = MembershipPlanner(
             self._config,
@@ -338,6 +336,7 @@ class Supervisor:
             layout=membership.layout,
             batching=batching,
             model_spec=prepared.model_spec,
+            dataset_hash=prepared.dataset.dataset_hash,
             custom=self._custom,
             generation=run.lease.generation,
             callbacks=self._rank_callbacks,

@@ -71,6 +71,7 @@ class WorkerSpec:
     layout: Layout
     batching: Batching
     model_spec: ModelSpec
+    dataset_hash: str = field(kw_only=True)  # of the data with which the run was started
     custom: CustomModel | Script | None
     generation: int
     resume_step: int | None  # the published checkpoint to start from; None: start from initial weights
@@ -125,6 +126,7 @@ class WorkerSpec:
             train.seq_len,
             train.global_batch_size,
             self.batching.size,
+            self.dataset_hash,
         )
 
     @property

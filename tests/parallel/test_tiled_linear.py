@@ -91,6 +91,7 @@ def observe_step(rank: int, rendezvous: Any, config: Any) -> dict[str, int]:
         layout=layout,
         batching=batching,
         model_spec=prepared.model_spec,
+        dataset_hash=prepared.dataset.dataset_hash,
         custom=None,
         generation=1,
         resume_step=None,

@@ -6,6 +6,7 @@ ranks, so the content of a microbatch is independent of the layout.
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ import numpy as np
 
 from raytrain_hpc.config.schema import DataConfig
 from raytrain_hpc.data.dataset.sources import Dataset, open_dataset
+from raytrain_hpc.data.dataset.storage import parse_location
 from raytrain_hpc.data.dataset.token_shards import Ints
 from raytrain_hpc.data.loader.packing import IGNORE_INDEX, Packing, SampleRows, build_packing, check_source, merge_rows
 from raytrain_hpc.data.loader.sampler import MIXTURE_BLOCK_SAMPLES, Mixture, Sampler
@@ -298,7 +300,10 @@ def build_mixtures(dataset: Dataset, data: DataConfig, seq_len: int) -> list[Mix
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """Picklable specification from which any process opens the same training stream."""
+    """Picklable specification from which any process opens the same training stream.
+
+    `dataset_hash`: that of the dataset with which the driver started the run; None: any dataset is accepted.
+    """
 
     data: DataConfig
     vocab_size: int
@@ -306,13 +311,27 @@ class StreamSpec:
     seq_len: int
     global_batch_size: int
     micro_batch_size: int
+    dataset_hash: str | None = None
 
     def open_dataset(self) -> Dataset:
-        """Open the dataset, from the local cache if data.local_cache is set. Checksums were verified by the driver."""
+        """Open the dataset, from the local cache if data.local_cache is set. Checksums were verified by the driver.
+
+        Raises DataError if it is not that of the driver: it was prepared again, or the nodes have different copies.
+        """
         cache_dir = Path(self.data.local_cache) if self.data.local_cache else None
-        return open_dataset(
+        dataset = open_dataset(
             self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=cache_dir
         )
+        if self.dataset_hash not in (None, dataset.dataset_hash):
+            key, paths = "data.path", [self.data.path]
+            if self.data.sources:
+                key, paths = "data.sources", [source.path for source in self.data.sources]
+            raise DataError(
+                f"{key}={', '.join(str(parse_location(path)) for path in paths)}: on node {socket.gethostname()}, the "
+                f"dataset has the hash {dataset.dataset_hash}, and the run was started with {self.dataset_hash}; give "
+                "every node the dataset of that hash, and start the run again"
+            )
+        return dataset
 
     def open_stream(self, dataset: Dataset) -> LocalStream:
         """Open the training stream of the dataset."""

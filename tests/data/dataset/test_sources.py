@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -7,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
 from raytrain_hpc.data.dataset.builtin import SyntheticTokens, get_cache_dir, prepare_stdlib_dataset
 from raytrain_hpc.data.dataset.manifest import load_manifest
 from raytrain_hpc.data.dataset.sources import describe_source, open_dataset
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.training.data_builder import open_data
+from tests.warm_pool import make_worker_spec
 
 
 @pytest.fixture
@@ -148,3 +152,17 @@ def test_built_in_datasets_are_described(stdlib: Path, monkeypatch: pytest.Monke
     assert text == describe_source(str(stdlib)) and f"{manifest.splits['train'].tokens:,} train" in text
     synthetic = describe_source("synthetic")
     assert open_dataset(DataConfig(path="synthetic"), seed=1337).dataset_hash in synthetic and "random" in synthetic
+
+
+def test_workers_refuse_another_dataset_than_the_run_was_started_with(prepared, tmp_path):
+    config = load_config("quickstart", [f"data.path={prepared('a', 'a' * 200)}", f"run.dir={tmp_path / 'run'}"])
+    config.train.seq_len = 16
+    spec = make_worker_spec(config, 1, steps_to=1)
+    started_with = open_data(spec).dataset_hash
+    other = load_manifest(prepared("b", "b" * 200)).dataset_hash
+    (tmp_path / "a").rename(tmp_path / "old")
+    (tmp_path / "b").rename(tmp_path / "a")
+    with pytest.raises(DataError) as error:
+        open_data(spec)
+    expected = [f"data.path={tmp_path / 'a'}: ", socket.gethostname(), started_with, other]
+    assert all(text in str(error.value) for text in expected)
