@@ -87,7 +87,7 @@ def restore_generators() -> Iterator[None]:
 def iter_batches_in_readers(
     reader: SampleReader, keys: Sequence[tuple[Ints, Ints]] | Any, num_readers: int, num_ahead: int, *, pin_memory: bool
 ) -> Iterator[Any]:
-    """Yield the batches of `keys`, read ahead by processes of torch's DataLoader. An error of a reader is raised.
+    """Start processes of torch's DataLoader that read ahead, and return the batches of `keys`. Raises their errors.
 
     The processes are forked from a server that has no sockets and threads of this one: a forked copy of this process
     would keep its connections open after its death, and hide it from its peers.
@@ -103,8 +103,9 @@ def iter_batches_in_readers(
         pin_memory=pin_memory,
         worker_init_fn=exit_with_parent,
         multiprocessing_context=make_reader_context(),
+        generator=torch.Generator(),  # the default one belongs to the model
     )
-    yield from loader
+    return iter(loader)
 
 
 def make_reader_context() -> ForkServerContext:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,7 +45,9 @@ def iterate_reader() -> Any:
 
 
 def read(connection: Connection, start: Any) -> None:
+    state = torch.get_rng_state()
     batches = start()
+    connection.send((len(active_children()), torch.equal(torch.get_rng_state(), state)))
     connection.send([int(next(batches)) for _ in range(2)])
     time.sleep(2 * PATIENCE_S)
 
@@ -56,6 +58,9 @@ def test_readers_of_a_killed_process_end(start: Any) -> None:
     rank = get_context("spawn").Process(target=read, args=(sender, start))
     rank.start()
     try:
+        assert receiver.poll(PATIENCE_S)
+        num_started, has_same_generator = receiver.recv()  # before the first batch is requested
+        assert num_started == 2 and (has_same_generator or start is iterate_loader)  # a user's loader draws a seed
         assert receiver.poll(PATIENCE_S)
         readers = receiver.recv()
         assert len({rank.pid, *readers}) == 3
