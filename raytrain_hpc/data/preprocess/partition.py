@@ -69,11 +69,13 @@ def plan_partitions(files: Sequence[InputFile]) -> list[InputPartition]:
     size = max(PARTITION_BYTES, -(-sum(file.nbytes for file in files) // MAX_PARTITIONS))
     partitions: list[InputPartition] = []
     ranges: list[FileRange] = []
+    num_bytes = 0  # of `ranges`
     for file_range in (file_range for file in files for file_range in _split_file(file, size)):
-        if ranges and sum(planned.nbytes for planned in ranges) + file_range.nbytes > size:
+        if ranges and num_bytes + file_range.nbytes > size:
             partitions.append(InputPartition(len(partitions), tuple(ranges)))
-            ranges = []
+            ranges, num_bytes = [], 0
         ranges.append(file_range)
+        num_bytes += file_range.nbytes
     return [*partitions, InputPartition(len(partitions), tuple(ranges))]
 
 

@@ -13,6 +13,7 @@ import pytest
 import raytrain_hpc.data.preprocess.partition as partition_module
 import raytrain_hpc.data.preprocess.readers as readers_module
 from raytrain_hpc.data.dataset.inspect import describe, format_prepare_summary
+from raytrain_hpc.data.preprocess.input_files import InputFile
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.data.tokenizer.base import ByteTokenizer, parse_tokenizer_spec
 from raytrain_hpc.data.tokenizer.registry import load_tokenizer, tokenizer_from_json
@@ -201,3 +202,16 @@ def test_missing_package_is_named(tmp_path, monkeypatch, package, spec):
     spec = spec.replace("{ranks}", str(write_rank_file(tmp_path / "ranks")))
     with pytest.raises(DataError, match=f"pip install {package}"):
         prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer=spec)
+
+
+def test_small_files_are_planned_in_linear_time(monkeypatch):
+    """Count the sizes that are read: each range is added once to the partition that is open."""
+    monkeypatch.setattr(partition_module, "PARTITION_BYTES", 250)
+    reads = []
+    nbytes = partition_module.FileRange.nbytes.fget
+    monkeypatch.setattr(partition_module.FileRange, "nbytes", property(lambda part: reads.append(part) or nbytes(part)))
+    files = [InputFile(Path(str(number)), str(number), 2, 0, "text", "") for number in range(1000)]
+    partitions = partition_module.plan_partitions(files)
+    assert len(reads) <= 3 * len(files)
+    sizes = [sum(part.file.nbytes for part in partition.ranges) for partition in partitions]
+    assert sizes == [250] * 8 and [part.file for p in partitions for part in p.ranges] == files
