@@ -24,7 +24,8 @@ _SHUFFLE_BUFFER = "BufferShuffledExamplesIterable"  # class of Hugging Face data
 class StreamSource:
     """A user's stream as a rank opens it. `name`: that of the argument, for messages.
 
-    `part`: (rank, world size) for a function. `is_worker`: this process is a worker, whose death others must see.
+    `part`: (rank, world size) of a function, (0, 1) for the whole stream. `is_worker`: this process is a worker, whose
+    death others must see.
     """
 
     dataset: Any
@@ -34,12 +35,12 @@ class StreamSource:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether every rank has a stream of its own."""
-        return find_form(self.name, self.dataset) == "function"
+        """Whether this is one of several parts. A function that gives the whole stream is read as an iterable is."""
+        return self.part[1] > 1
 
     def open(self) -> Any:
         """Return the iterable. Raises DataError if the user's function returns something else."""
-        if not self.is_partitioned:
+        if find_form(self.name, self.dataset) != "function":
             return self.dataset
         iterable = self.dataset(*self.part)
         if not hasattr(iterable, "__iter__"):

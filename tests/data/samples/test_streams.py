@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,16 +16,19 @@ import numpy as np
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from raytrain_hpc import ConfigError, DataError, train
 from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
 from raytrain_hpc.data.samples.state_format import decode_state, encode_state
-from raytrain_hpc.data.samples.stream_reader import count_rows
+from raytrain_hpc.data.samples.stream_reader import StreamReader, count_rows
+from raytrain_hpc.data.samples.stream_source import StreamSource
 from raytrain_hpc.elastic.state_partition import plan_replication_pairs
 from raytrain_hpc.planner.placement import Site
 from raytrain_hpc.runtime.worker_spec import CustomModel
+from raytrain_hpc.training.stream_loader import StreamEvalBatches
 from tests.data.samples import image_task, stream_task
 from tests.data.samples.test_sample_training import build_sentence_model, get_losses, pad, sentence_loss
 from tests.training.test_memory_recovery import run_generation
@@ -257,6 +261,29 @@ def test_validation_streams_are_read_from_the_beginning(pool: WarmPool, samples:
         losses = get_losses(pool.train(config, custom=custom)[0])
         expected = expected or losses
         assert losses == expected and "val/loss" in losses[3]
+
+
+def shuffle_and_augment(rank: int, world_size: int) -> Iterator[Tensor]:
+    order = list(range(12))
+    random.shuffle(order)
+    for index in order:
+        yield torch.tensor([index, random.random()])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_validation_function_that_draws_random_bits_gives_the_set_of_one_rank(count: int) -> None:
+    def evaluate(dp_size: int) -> list[Any]:
+        batches = {}
+        for rank in range(dp_size):
+            source, kept = StreamSource(shuffle_and_augment, "val_dataset"), range(rank, rank + 1)
+            reader = StreamReader(source, None, 1, (dp_size, 2), kept, "val")
+            eval_batches = StreamEvalBatches(reader, "val_dataset", 0, torch.device("cpu"))
+            for index in range(rank, eval_batches.count_batches(0, 8), dp_size):
+                batches[index] = eval_batches.get_batch(index, is_padding=False).inputs.tolist()
+        return [row for _, batch in sorted(batches.items()) for row in batch]
+
+    assert sorted(index for index, _ in evaluate(1)) == list(range(12))
+    assert evaluate(count) == evaluate(1)
 
 
 class Epochs(IterableDataset[int]):
