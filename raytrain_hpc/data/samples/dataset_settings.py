@@ -10,6 +10,11 @@ from raytrain_hpc.errors import ConfigError
 _ORIGIN = "batch_size of the dataset"
 _OWN_WORKERS = "a DataLoader has workers of its own; set its num_workers, and leave the key out"
 
+_REBALANCED_PARTS = (
+    "each rank reads its part of the dataset in order, and where it continues is its microbatches per step times the "
+    "steps before, which does not hold once its share has changed; use warn or evict, or pass a map-style dataset"
+)
+
 
 def fit_settings(config: Config, dataset: SampleDataset) -> None:
     """Take `train.micro_batch_size` from a loader. Raises ConfigError for settings that the form excludes."""
@@ -20,6 +25,8 @@ def fit_settings(config: Config, dataset: SampleDataset) -> None:
         return
     if config.data.order == "random":
         _refuse(config, "data.order", "a stream has an order of its own; leave the key out")
+    if dataset.form == "function" and config.fault.on_straggler == "rebalance":
+        _refuse(config, "fault.on_straggler", _REBALANCED_PARTS)
     if dataset.form == "batches":
         _fit_batch_size(config, get_loader_batch_size(dataset.train))
         _refuse_readers(config, _OWN_WORKERS)

@@ -322,6 +322,7 @@ def test_the_count_of_a_short_batch_is_that_of_its_samples(pool: WarmPool) -> No
         ((i for i in "ab"), {}, [], DataError, "dataset: generator .* can be iterated only once"),
         (stream_task.PlainStream(), {"lengths": [1] * 41}, [], DataError, "lengths: a stream cannot be sorted"),
         (stream_task.PlainStream(), {}, ["data.order=random"], ConfigError, "a stream has an order of its own"),
+        (stream_task.deal_images, {}, ["fault.on_straggler=rebalance"], ConfigError, "on_straggler=.*part .* in order"),
         (DataLoader([1], 3), {}, [], ConfigError, "train.micro_batch_size=2.* yields batches of 3"),
         (DataLoader([1], 2), {}, ["data.num_readers=1"], ConfigError, "data.num_readers=1.*workers of its own"),
         (lambda rank, world_size: 5, {}, [], DataError, "dataset: the function returned int"),
