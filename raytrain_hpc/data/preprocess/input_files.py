@@ -60,15 +60,16 @@ def find_input_files(inputs: Iterable[Path | str], exclude: Sequence[Path] = ())
     a missing or empty file, a folder or pattern without files, and if all files are empty.
     """
     files: list[InputFile] = []
-    excluded = [path.absolute() for path in exclude]
+    excluded = [path.resolve() for path in exclude]
     for item in inputs:
         for path in _expand_input(item):
             if path.is_dir():
+                root = path.resolve()
                 candidates = [(p.relative_to(path).as_posix(), p) for p in path.rglob("*") if p.is_file()]
                 included = [
                     (name, p)
                     for name, p in candidates
-                    if not any(p.absolute().is_relative_to(folder) for folder in excluded)
+                    if not any((root / name).is_relative_to(folder) for folder in excluded)
                 ]
                 if not included:
                     raise DataError(f"{path}: the folder has no files")

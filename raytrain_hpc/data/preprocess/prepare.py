@@ -132,7 +132,7 @@ def prepare(
     _check_settings(val_fraction, shard_tokens, engine, workers)
     fields = parse_fields(field, prompt_field, response_field)
     staging = StagingDirectory(Path(out))
-    _check_target(Path(out))
+    _check_target(staging.out)
     files = find_input_files(inputs, exclude=[staging.out, staging.path])
     check_fields(files, fields, is_explicit=field is not None)
     file_tokenizer = load_tokenizer(spec) if spec.is_from_file else None
@@ -261,6 +261,10 @@ def _check_target(out: Path) -> None:
         raise DataError(f"{out}: is a file; choose another directory")
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_FILE).exists():
         raise DataError(f"{out}: contains other files and is not a dataset; choose another directory")
+    if os.path.ismount(out) and not (out / MANIFEST_FILE).exists():
+        raise DataError(
+            f"{out}: is a mount point, which a finished dataset cannot replace; choose a directory below it"
+        )
 
 
 def _choose_executor(engine: str, workers: int | None, address: str | None, job: _PrepareJob) -> Executor:

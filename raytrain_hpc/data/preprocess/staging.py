@@ -28,7 +28,7 @@ class StagingDirectory:
     """Staging directory of one target. Methods raise OSError if writing fails."""
 
     def __init__(self, out: Path):
-        self.out = Path(os.path.abspath(out))  # Path(".") has neither name nor parent
+        self.out = Path(os.path.realpath(out))  # Path(".") has no name, and a link to a directory cannot be replaced
         self.path = self.out.parent / f".{self.out.name}.preparing"
         self.chunks_dir, self.dataset_dir = self.path / "chunks", self.path / "dataset"
         self.tokenizer_path = self.path / "tokenizer.json"

@@ -250,3 +250,24 @@ def test_describe_dataset(tmp_path, text_file):
     assert format_summary(manifest) in text
     assert manifest.dataset_hash in text
     assert "  | Ein Fluß, 中文 und 😀.\\r\n" in text
+
+
+def test_target_can_be_a_link_to_an_empty_directory_among_the_inputs(tmp_path, text_file):
+    (tmp_path / "in").mkdir()
+    text_file.rename(tmp_path / "in" / "text.txt")
+    (tmp_path / "in" / "real").mkdir()
+    (tmp_path / "link").symlink_to("in/real")
+    (tmp_path / "input_link").symlink_to("in")
+    manifest = prepare([tmp_path / "in"], tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and load_manifest(tmp_path / "in" / "real") == manifest
+    assert prepare([tmp_path / "input_link"], tmp_path / "link") == manifest  # the dataset is none of the inputs
+    assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["real", "text.txt"]
+
+
+def test_mount_point_as_target_is_refused_before_the_work(tmp_path, text_file, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "disk")
+    with pytest.raises(DataError, match="disk: is a mount point.*choose a directory below it"):
+        prepare([text_file], tmp_path / "disk")
+    assert not (tmp_path / ".disk.preparing").exists()
+    prepare([text_file], tmp_path / "disk" / "out")
