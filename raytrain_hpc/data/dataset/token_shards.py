@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -170,16 +171,17 @@ class ShardFile:
     tokens: int
     documents: int
     offset: int = 0  # byte at which the tokens begin; used for remote shards only
+    masked: bool = False  # whether it has a loss mask
 
 
 class TokenArray:
-    """Concatenation of shards as one flat array. Shards are mapped on first read; pickling keeps paths only."""
+    """Shards as one flat array, mapped on first read; pickling keeps paths only. Without a loss mask, tokens count."""
 
-    def __init__(self, files: Sequence[ShardFile], dtype: str, *, masked: bool = False):
+    def __init__(self, files: Sequence[ShardFile], dtype: str):
         if dtype not in DTYPES:
             raise DataError(f"dtype={dtype!r}: must be {' or '.join(DTYPES)}")
         self._files = tuple(files)
-        self._dtype, self.masked = dtype, masked
+        self._dtype, self.masked = dtype, any(file.masked for file in self._files)
         # _shard_stops[i]: position after the last token of shard i; a binary search finds the shard of a position.
         self._shard_stops = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
         self._num_tokens = int(self._shard_stops[-1]) if len(self._shard_stops) else 0
@@ -195,17 +197,17 @@ class TokenArray:
         if split not in manifest.splits:
             raise DataError(f"{directory}: has no split {split!r}, only {', '.join(manifest.splits)}")
         shards = manifest.splits[split].shards
-        files = [ShardFile(directory / s.file, s.tokens, s.documents, s.offset) for s in shards]
-        return cls(files, manifest.dtype, masked=manifest.masked)
+        files = [ShardFile(directory / s.file, s.tokens, s.documents, s.offset, manifest.masked) for s in shards]
+        return cls(files, manifest.dtype)
 
     def __add__(self, other: TokenArray) -> TokenArray:
-        """Concatenate with an array of the same dtype and masking. Raises DataError if they differ."""
-        if (self._dtype, self.masked) != (other._dtype, other.masked):
-            raise DataError(f"cannot concatenate {self._dtype} and {other._dtype}, or with and without a mask")
-        return TokenArray(self._files + other._files, self._dtype, masked=self.masked)
+        """Concatenate with an array of the same dtype. Raises DataError if they differ."""
+        if self._dtype != other._dtype:
+            raise DataError(f"cannot concatenate tokens of {self._dtype} and {other._dtype}")
+        return TokenArray(self._files + other._files, self._dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_token_array, (self._files, self._dtype, self.masked)
+        return TokenArray, (self._files, self._dtype)
 
     @property
     def num_tokens(self) -> int:
@@ -281,6 +283,7 @@ class TokenArray:
     def _gather(self, column: str, starts: Ints, out: npt.NDArray[Any]) -> None:
         """Fill the rows of `out` from a column: one numpy call per local shard, which lets other threads run.
 
+        Places of shards that lack the column are left as they are.
         Windows that span shards, and remote ones, are copied slice by slice.
         """
         columns, length = self._column_cache.setdefault(column, {}), out.shape[1]
@@ -290,7 +293,7 @@ class TokenArray:
             if not self._has_remote_shards
             else np.zeros(len(starts), dtype=bool)
         )
-        for shard in np.unique(shards[is_inside]).tolist():
+        for shard in filter(partial(self._has_column, column), np.unique(shards[is_inside]).tolist()):
             values, shard_start, _ = columns.get(shard) or self._get_column(column, shard)
             rows = np.flatnonzero(is_inside & (shards == shard))
             out[rows] = _view_windows(values, length)[starts[rows] - shard_start]
@@ -312,8 +315,12 @@ class TokenArray:
         while row.size:
             values, shard_start, shard_stop = self._get_column(column, shard)
             size = min(row.size, shard_stop - start)
-            yield row[:size], values, start - shard_start
+            if self._has_column(column, shard):
+                yield row[:size], values, start - shard_start
             row, start, shard = row[size:], shard_stop, shard + 1
+
+    def _has_column(self, name: str, shard: int) -> bool:
+        return name != "counted" or self._files[shard].masked
 
     def _get_column(self, name: str, shard: int) -> tuple[Any, int, int]:
         """Return a column of a shard, with the start and stop position of the shard in the array."""
@@ -326,10 +333,10 @@ class TokenArray:
         if index not in self._shards:
             file = self._files[index]
             if isinstance(file.path, RemoteFile):
-                remote_shard = RemoteShard(file.path, file.offset, self._dtype, masked=self.masked)
+                remote_shard = RemoteShard(file.path, file.offset, self._dtype, masked=file.masked)
                 self._shards[index] = remote_shard
             else:
-                self._shards[index] = map_shard(file, self._dtype, masked=self.masked)
+                self._shards[index] = map_shard(file, self._dtype, masked=file.masked)
         return self._shards[index]
 
 
@@ -342,10 +349,6 @@ def _view_windows(column: npt.NDArray[Any], length: int) -> npt.NDArray[Any]:
 def _copy_slice(copy: SliceCopy) -> None:
     row, column, offset = copy
     row[:] = column[offset : offset + row.size]
-
-
-def _rebuild_token_array(files: tuple[ShardFile, ...], dtype: str, masked: bool) -> TokenArray:
-    return TokenArray(files, dtype, masked=masked)
 
 
 class ShardColumns(Protocol):

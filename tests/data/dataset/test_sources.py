@@ -1,4 +1,6 @@
+import json
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -57,6 +59,23 @@ def test_mixture_of_datasets(prepared):
     assert bytes(dataset.val.read(np.array([0]), 15)[0].tolist()) == b"a" * 10 + b"b" * 5
     swapped = open_dataset(DataConfig(sources=sources[::-1]), seed=1)
     assert len({dataset.dataset_hash, swapped.dataset_hash, load_manifest(paths[0]).dataset_hash}) == 3
+
+
+def test_validation_of_a_mixture_with_and_without_loss_masks(prepared, tmp_path):
+    """Tokens of the dataset without a mask all count, as they do in training."""
+    rows = [{"prompt": "pp" * number, "response": "rrr"} for number in range(1, 21)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare([tmp_path / "pairs.jsonl"], tmp_path / "pairs", prompt_field="prompt", response_field="response")
+    paths = [prepared("a", "a" * 500, shard_tokens=20), tmp_path / "pairs", prepared("b", "b" * 100)]
+    arrays = [open_dataset(DataConfig(path=str(path)), seed=1).val for path in paths]
+    expected = np.concatenate([array.read_loss_mask(np.array([0]), array.num_tokens)[0] for array in arrays])
+    sources = [SourceConfig(str(path), 1) for path in paths]
+    val = pickle.loads(pickle.dumps(open_dataset(DataConfig(sources=sources), seed=1).val))
+    assert val.masked and 0 < expected[:-10].sum() < expected.size - 10
+    for length in (1, 9, expected.size):
+        starts = np.arange(0, expected.size - length + 1)
+        windows = np.stack([expected[start : start + length] for start in starts])
+        assert np.array_equal(val.read_loss_mask(starts, length), windows)
 
 
 def test_mixture_requires_a_common_tokenizer(prepared):
