@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
+from raytrain_hpc.data.dataset.storage import is_remote, parse_location
 from raytrain_hpc.data.dataset.token_shards import ShardFile, TokenArray, map_shard
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
+from raytrain_hpc.errors import DataError
 
 SAMPLE_TOKENS = 200
 
@@ -31,7 +33,9 @@ def format_prepare_summary(manifest: Manifest) -> list[str]:
 
 
 def describe(directory: Path | str) -> str:
-    """Describe a dataset in lines of text after verifying every checksum. Raises DataError if it is damaged."""
+    """Describe a dataset in lines of text after verifying every checksum. Raises DataError if damaged or remote."""
+    if is_remote(directory):
+        raise DataError(f"{parse_location(directory)}: inspect needs a local path; copy the dataset to a disk first")
     directory = Path(directory)
     manifest = load_manifest(directory)
     verified = verify_shards(directory, manifest)

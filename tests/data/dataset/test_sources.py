@@ -185,3 +185,8 @@ def test_workers_refuse_another_dataset_than_the_run_was_started_with(prepared, 
         open_data(spec)
     expected = [f"data.path={tmp_path / 'a'}: ", socket.gethostname(), started_with, other]
     assert all(text in str(error.value) for text in expected)
+
+
+def test_description_of_a_dataset_in_an_object_store_is_refused():
+    with pytest.raises(DataError, match=r"^s3://bucket/dataset: inspect needs a local path"):
+        describe_source("s3://key:secret@bucket/dataset?region=eu-west-1")
