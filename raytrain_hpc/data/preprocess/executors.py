@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
@@ -12,8 +13,25 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Protocol
 
 from raytrain_hpc.data.preprocess.partition import InputPartition
+from raytrain_hpc.errors import DataError
 
 Task = Callable[[InputPartition], Any]  # picklable; returns small JSON values
+
+
+def check_main_guard(call: str) -> None:
+    """Raise DataError if a starting worker process imports the main module, and with it executes `call` again.
+
+    It would wait for the lock that its parent holds, and the parent for its worker.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        # The name under which multiprocessing imports the main module of the parent.
+        if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
+            raise DataError(
+                f"{frame.f_code.co_filename}: calls {call} when it is imported, and every worker process imports it; "
+                f'put {call} under `if __name__ == "__main__":`'
+            )
+        frame = frame.f_back
 
 
 class WorkersLostError(Exception):
@@ -56,7 +74,10 @@ class MultiprocessExecutor:
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     yield running.pop(future), future.result()
         except BrokenProcessPool as error:
-            raise WorkersLostError("a worker process was killed, possibly out of memory; use fewer workers") from error
+            raise WorkersLostError(
+                "a worker process ended: its error is printed above, or it was killed, possibly out of memory; then "
+                "use fewer workers"
+            ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

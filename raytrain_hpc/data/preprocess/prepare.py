@@ -38,6 +38,7 @@ from raytrain_hpc.data.preprocess.executors import (
     MultiprocessExecutor,
     SerialExecutor,
     WorkersLostError,
+    check_main_guard,
 )
 from raytrain_hpc.data.preprocess.input_files import InputFile, TextFields, check_fields, find_input_files, parse_fields
 from raytrain_hpc.data.preprocess.partition import InputPartition, combine_checksums, compute_checksum, plan_partitions
@@ -128,6 +129,7 @@ def prepare(
     has the same inputs and settings; nothing is ever overwritten. An interrupted preparation is resumed by the same
     call. Raises DataError for unusable inputs, settings or target, and ClusterError if Ray is unavailable.
     """
+    check_main_guard("prepare")
     spec = parse_tokenizer_spec(tokenizer)
     _check_settings(val_fraction, shard_tokens, engine, workers)
     fields = parse_fields(field, prompt_field, response_field)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,6 +146,28 @@ def test_killed_worker_raises(tmp_path, many_partitions):
     write_mixed(tmp_path / "in")
     with pytest.raises(WorkersLostError, match="use fewer workers"):
         list(MultiprocessExecutor(2).run(_kill_self, plan_folder(tmp_path / "in")))
+
+
+UNGUARDED_SCRIPT = """
+import raytrain_hpc as rt
+import raytrain_hpc.data.preprocess.partition as partition_module
+partition_module.PARTITION_BYTES = 100
+rt.prepare(["a.txt"], "out", engine="local", workers=2)
+"""
+
+
+def test_script_without_a_main_guard_is_told_to_have_one(tmp_path):
+    (tmp_path / "a.txt").write_text("hello world " * 100)
+    (tmp_path / "script.py").write_text(UNGUARDED_SCRIPT)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    message = 'script.py: calls prepare when it is imported.*put prepare under `if __name__ == "__main__":`'
+    assert done.returncode == 1 and re.search(message, done.stderr)
+    assert "DataError: out: a worker process ended: its error is printed above" in done.stderr
+    guarded = UNGUARDED_SCRIPT.replace("rt.prepare", "if __name__ == '__main__': rt.prepare")
+    (tmp_path / "script.py").write_text(guarded)
+    subprocess.run(command, cwd=tmp_path, timeout=30, check=True)
+    assert load_manifest(tmp_path / "out").inputs[0].bytes == 1200
 
 
 def _kill_self(piece: object) -> None:
