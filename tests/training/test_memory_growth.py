@@ -47,6 +47,8 @@ def count_tensors(rank: int, rendezvous: Any, spec: Any) -> list[list[tuple[int,
 
     trainer.train_step = train_and_count  # type: ignore[method-assign]
     trainer.run(spec.start_step, spec.end_step)
+    del trainer.train_step  # it refers to the trainer
+    gc.unfreeze()
     return [sizes]
 
 
