@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from raytrain_hpc.model.decoder import Block
 from raytrain_hpc.torch_private import (
     grouped_mm_op,
     ignore_profiler_ops_in_recomputation,
+    is_persistent_buffer,
     scaled_mm_op,
     sdpa_cpu,
     sdpa_cudnn,
@@ -42,8 +45,42 @@ def apply_activation_checkpointing(
         ignore_profiler_ops_in_recomputation()
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(_get_expensive_ops()))
     for block in blocks[: num_blocks or None]:
+        own = dict(options)
+        if buffers := _list_running_statistics(block):
+            own["context_fn"] = partial(_make_contexts, options.get("context_fn"), buffers)
         # Replace the forward instead of wrapping the module, which would change the names of its parameters.
-        block.forward = _wrap_forward(block.forward, options)  # type: ignore[method-assign]
+        block.forward = _wrap_forward(block.forward, own)  # type: ignore[method-assign]
+
+
+def _list_running_statistics(block: nn.Module) -> list[Tensor]:
+    """Return the persistent buffers of a user's block, which its forward pass may update."""
+    if isinstance(block, Block):
+        return []
+    return [
+        buffer
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if is_persistent_buffer(module, name)
+    ]
+
+
+def _make_contexts(
+    make: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] | None, buffers: list[Tensor]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the contexts of a forward pass and of its recomputation, which leaves the buffers as they are."""
+    forward, recomputation = (nullcontext(), nullcontext()) if make is None else make()
+    return forward, _restore_buffers(recomputation, buffers)
+
+
+@contextmanager
+def _restore_buffers(context: AbstractContextManager[Any], buffers: list[Tensor]) -> Iterator[None]:
+    values = [buffer.clone() for buffer in buffers]
+    try:
+        with context:
+            yield
+    finally:  # torch ends a recomputation early by an exception
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.data.copy_(value)  # not a change that autograd notices: it keeps running statistics, without use
 
 
 def _wrap_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from raytrain_hpc.config.schema import ParallelConfig
 from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.moe import Experts
+from raytrain_hpc.parallel.block_discovery import exclude_shared
 from raytrain_hpc.parallel.computation_trace import ComputationTracer, ContributionTrace
 from raytrain_hpc.parallel.deterministic_reduce import DeterministicReduceScatter, MicrobatchCursor
 from raytrain_hpc.parallel.float8_all_gather import apply_float8_all_gather
@@ -252,7 +253,7 @@ def _shard_module(
     module: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, shard_fn: Callable[..., Any]
 ) -> FSDPModule:
     tiles = [tile for submodule in module.modules() if isinstance(submodule, TiledLinear) for tile in submodule]
-    for submodule in (*tiles, *blocks, module):
+    for submodule in (*tiles, *exclude_shared(blocks, module), module):  # parameters belong to one unit each
         shard_fn(submodule, mesh=mesh)
     for tile in tiles:
         _FreeTileHook(tile)

@@ -167,3 +167,69 @@ def test_a_batch_without_targets_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(evaluator.eval_sets[""], "get_batch", without_targets(evaluator.eval_sets[""].get_batch))
     with pytest.raises(DataError, match=r"no token of the validation set counts.*train.seq_len"):
         evaluator.evaluate()
+
+
+class NormalizedBlock(nn.Module):
+    """A block with running statistics."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(torch.tanh(self.linear(x)).transpose(1, 2)).transpose(1, 2)
+
+
+class Stack(nn.Module):
+    """Blocks between a table and a head."""
+
+    def __init__(self, blocks: list[nn.Module]):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).clone()
+
+
+def build_normalized(config: rt.Config) -> nn.Module:
+    return Stack([NormalizedBlock(8), NormalizedBlock(8)])
+
+
+def build_repeated(config: rt.Config) -> nn.Module:
+    return Stack([nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())] * 3)
+
+
+def build_tied(config: rt.Config) -> nn.Module:
+    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    blocks[2][1].weight = blocks[0][1].weight
+    return Stack([*blocks])
+
+
+@pytest.mark.parametrize("deterministic", ["false", "elastic"])
+def test_recomputation_leaves_running_statistics(tmp_path: Path, deterministic: str) -> None:
+    """Also if it ends early, when the last activation that is needed is there."""
+    values = []
+    for policy in ("none", "full", "selective"):
+        words = [f"parallel.activation_checkpointing={policy}", f"train.deterministic={deterministic}"]
+        config = make_small_config(tmp_path / policy, "train.micro_batch_size=4", *words)
+        spec = make_worker_spec(config, 1, steps_to=2, custom=CustomModel(build_normalized, custom_module.loss))
+        trainer = build_trainer(spec, 0, torch.device("cpu"), None, ControlChannel())
+        losses = [trainer.train_step(step).loss for step in range(2)]
+        norm: Any = trainer.model_step.model.modules[0].blocks[1].norm  # type: ignore[attr-defined]
+        values.append((losses, int(norm.num_batches_tracked), norm.running_mean.tolist(), norm.running_var.tolist()))
+    assert values[0] == values[1] == values[2]
+
+
+@pytest.mark.parametrize("words", [["parallel.zero=3"], ["parallel.zero=1", "train.deterministic=elastic"]])
+@pytest.mark.parametrize("build", [build_repeated, build_tied])
+def test_blocks_may_be_repeated_and_share_parameters(pool: WarmPool, build: Any, words: list[str]) -> None:
+    base = [*EXACT, "train.micro_batch_size=3", "parallel.activation_checkpointing=full"]
+    losses = []
+    for more in (["cluster.workers=1"], ["cluster.workers=2", *words]):
+        records = pool.train(make_small_config(None, *base, *more), custom=CustomModel(build, custom_module.loss))[0]
+        losses.append([step["train/loss"] for step in get_step_metrics(records)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)

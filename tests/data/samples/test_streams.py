@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from raytrain_hpc import ConfigError, DataError, train
+from raytrain_hpc import ConfigError, DataError, load_config, train
+from raytrain_hpc.config.field import AUTO
 from raytrain_hpc.data.samples.sample_dataset import make_sample_dataset
 from raytrain_hpc.data.samples.state_format import decode_state, encode_state
 from raytrain_hpc.data.samples.stream_reader import StreamReader, count_rows
@@ -343,7 +344,8 @@ def test_the_batch_size_of_a_loader_is_taken(tmp_path: Path) -> None:
     config = make_small_config(tmp_path, "cluster.workers=0", "train.steps=2")
     loader = DataLoader(image_task.Images(), batch_size=3)
     train(config, model=image_task.build, loss=image_task.loss, dataset=loader, quiet=True)
-    assert (config.train.micro_batch_size, config.origin("train.micro_batch_size")) == (3, "batch_size of the dataset")
+    assert load_config(tmp_path / "config.yaml").train.micro_batch_size == 3
+    assert config.train.micro_batch_size == AUTO, "the caller's config is left as it was"
 
 
 def test_another_stream_is_refused_on_resume(tmp_path: Path) -> None:
