@@ -16,6 +16,7 @@ from torch import nn
 import raytrain_hpc as rt
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.runtime.audit_sample import SampleStore
+from raytrain_hpc.runtime.control_channel import ControlChannel
 from tests.driver.cli_process import read_curve
 from tests.driver.test_ray_faults import make_config, read_incidents
 
@@ -34,13 +35,16 @@ WORDS = [
 
 
 class WaitForSpare(rt.Callback):
-    """Wait after each sample until a spare has begun to audit it, in the first `generations`. Then wait a little."""
+    """Wait after each sample until a spare has begun to audit it, in the first `generations`. Then wait a little.
+
+    Ranks that are to end the generation do not wait: their last sample is not taken.
+    """
 
     def __init__(self, generations: int):
         self._generations = generations
 
     def on_generation_start(self) -> None:
-        self._has_untaken = threading.Event()
+        self._has_untaken, self._is_ending = threading.Event(), threading.Event()
         put, take = SampleStore.put, SampleStore.take  # of this process
 
         def put_and_note(store: SampleStore, sample: Any, weights: Any) -> None:
@@ -53,13 +57,19 @@ class WaitForSpare(rt.Callback):
                 self._has_untaken.clear()
             return taken
 
+        def request_and_note(channel: ControlChannel, kind: Any, generation: Any = None) -> None:
+            request(channel, kind, generation)
+            self._is_ending.set()
+
+        request = ControlChannel.request
         SampleStore.put, SampleStore.take = put_and_note, take_and_note  # type: ignore[method-assign]
+        ControlChannel.request = request_and_note  # type: ignore[method-assign]
 
     def post_commit(self, metrics: dict[str, Any]) -> None:
         deadline = time.monotonic() + 60
         is_auditing = self.context.generation <= self._generations and metrics["step"] < STEPS
         while is_auditing and self._has_untaken.is_set() and time.monotonic() < deadline:
-            time.sleep(0.01)
+            is_auditing = not self._is_ending.wait(0.01)
         time.sleep(0.05)
 
 
