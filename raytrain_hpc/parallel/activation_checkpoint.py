@@ -80,7 +80,7 @@ def _restore_buffers(context: AbstractContextManager[Any], buffers: list[Tensor]
             yield
     finally:  # torch ends a recomputation early by an exception
         for buffer, value in zip(buffers, values, strict=True):
-            buffer.data.copy_(value)  # not a change that autograd notices: it keeps running statistics, without use
+            buffer.data.copy_(value)  # through `data`: autograd has saved the buffer, and would refuse a changed one
 
 
 def _wrap_forward(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
