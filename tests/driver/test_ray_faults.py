@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import raytrain_hpc as rt
+from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.elastic.audit_schedule import choose_interval
 from raytrain_hpc.errors import ConfigError, RunFailedError
@@ -166,9 +167,7 @@ def test_audits_find_a_wrong_shard_that_no_other_rank_has(ray_cluster: None, tmp
     assert "rank 2 computed the update wrong" in update["reason"]
 
 
-def test_of_two_ranks_that_disagree_the_broken_one_is_found(
-    ray_cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_two_ranks_that_disagree_the_broken_one_is_found(ray_cluster: None, tmp_path: Path) -> None:
     """The other one is replaced first. The device of the rank stays broken, whatever the generation.
 
     No state is kept in memory: the run goes back to the checkpoint before the last audit, not to the newest one.
@@ -176,13 +175,15 @@ def test_of_two_ranks_that_disagree_the_broken_one_is_found(
     words = ["train.deterministic=elastic", "cluster.workers=2", "cluster.min_workers=2", "train.steps=20"]
     rt.train(make_config(tmp_path / "clean", *words), quiet=True)
     fault = "fault.inject=[{kind: bitflip_activation, rank: 0, step: 6, bit: 22, persistent: true}]"
-    words += [fault, "fault.audit_interval=4", "checkpoint.interval=3"]
+    words += [fault, "fault.audit_interval=4", "checkpoint.interval=3", "checkpoint.async=false"]
     result = rt.train(make_config(tmp_path / "faults", *words))
     assert (result.outcome, result.steps, result.restarts) == ("done", 20, 2)
     untrusted = json.loads((tmp_path / "faults" / "checkpoints" / "untrusted.json").read_text())
     assert [(entry["after_step"], entry["generation"]) for entry in untrusted] == [(4, 1), (3, 2)]
-    reason = "step-00000006: saved after step 4, the last one known to be right: rank 1, suspected"
-    assert reason in capsys.readouterr().out
+    # Whether the checkpoint of step 6 was complete when the fault was found is a matter of time.
+    store = CheckpointStore(tmp_path / "faults" / "checkpoints")
+    reason = "saved after step 4, the last one known to be right: rank 1, suspected"
+    assert (store.find_distrust(6, 1) or "").startswith(reason) and store.find_distrust(3, 1) is None
     assert read_curve(tmp_path / "faults", 20) == read_curve(tmp_path / "clean", 20)
     manifests = [tmp_path / "faults" / "checkpoints" / f"step-{step:08}" / "manifest.json" for step in (18, 20)]
     assert [json.loads(path.read_text())["meta"]["verified_step"] for path in manifests] == [16, 20]
