@@ -133,6 +133,9 @@ class WorkerFailedError(RaytrainError):
         self.last_seen, self.operation, self.stacks, self.device = last_seen, operation, stacks or {}, device
         self.ranks: tuple[int, ...] = (rank,)  # all ranks that failed together
         self.trusted_step: int | None = None  # no state after this step is to be used; None: no limit is known
+        self.traceback = ""  # of the exception that it raised, if known
+        self.is_program_error = False  # it raised an exception of the user's code or of the model's passes
+        self.is_on_all_ranks = False  # all ranks of the generation raised such an exception
         super().__init__(f"rank {rank} (node {node}, pid {pid}) {kind}: {reason}" + f" (GPU: {device})" * bool(device))
 
     def __reduce__(self) -> tuple[object, ...]:

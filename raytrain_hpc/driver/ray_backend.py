@@ -20,10 +20,12 @@ from raytrain_hpc.driver.corruption_attribution import attribute_corruption
 from raytrain_hpc.driver.data_feeder import DataFeeder
 from raytrain_hpc.driver.exit_deadline import ExitDeadline
 from raytrain_hpc.driver.failure_explanation import (
+    add_traceback,
     attribute_disagreement,
     attribute_out_of_step,
     explain_deaths,
     explain_stall,
+    is_error_of_all_ranks,
 )
 from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_messages import DeathMessageFilter, describe_actor_death, extract_last_line
@@ -283,8 +285,10 @@ class RayWorkerGroup:
         if outcome.outcome == "differs":
             kind = attribute_corruption(rank, outcome, self._workers, self._generation)
             return self._build_failure(rank, kind, outcome.reason)
+        if outcome.outcome != "broken":
+            return None
         kind = OUT_OF_MEMORY if is_out_of_memory(outcome.reason) else "raised"
-        return self._build_failure(rank, kind, outcome.reason) if outcome.outcome == "broken" else None
+        return add_traceback(self._build_failure(rank, kind, outcome.reason), outcome)
 
     def _find_unresponsive_ranks(self) -> list[WorkerFailedError]:
         """Return failures of ranks on lost nodes, else of stalled ranks, else of ranks that send no records."""
@@ -345,6 +349,7 @@ class RayWorkerGroup:
         attribute_disagreement(failures, self._spare_audits, self._pool.ready, self._build_failure)
         root_cause = min(failures.values(), key=lambda failure: (cascade_order(failure), failure.rank))
         root_cause.ranks = tuple(sorted(rank for rank, error in failures.items() if cascade_order(error) < CONSEQUENCE))
+        root_cause.is_on_all_ranks = is_error_of_all_ranks(failures, len(self._workers))
         for rank in (rank for rank in root_cause.ranks if failures[rank].kind != DISPUTED):
             self._pool.replace_worker(self._workers[rank])
         left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}

@@ -124,6 +124,12 @@ def find_memory_step(workers: WorkerGroup) -> int | None:
     return find_newest_complete_step([*in_workers, workers.list_held_parts()])
 
 
+def recall_missed_metrics(workers: WorkerGroup, after_step: int) -> list[dict[str, Any]]:
+    """Return the metrics of the steps in memory after `after_step`, the last one that the driver knows."""
+    memory_step = find_memory_step(workers)
+    return [] if memory_step is None else workers.recall_metrics(after_step, memory_step)
+
+
 def is_checkpoint_due(config: Config, step: int) -> bool:
     """Return whether the settings ask for a checkpoint of `step` in run.dir. One that is due by time is not known."""
     publish_interval = config.checkpoint.publish_interval

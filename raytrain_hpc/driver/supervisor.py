@@ -21,6 +21,7 @@ from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
 from raytrain_hpc.driver.driver_callbacks import start_driver_callbacks
+from raytrain_hpc.driver.failure_explanation import count_worker_failure
 from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, find_step_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
@@ -33,10 +34,10 @@ from raytrain_hpc.driver.result_builder import build_result
 from raytrain_hpc.driver.run_banner import announce_run, build_plan_record, compute_state_bytes_per_rank
 from raytrain_hpc.driver.run_recorder import RunRecorder, get_device_info
 from raytrain_hpc.driver.run_setup import PreparedRun, make_paths_absolute, prepare_run
-from raytrain_hpc.driver.saved_state import SavedState, find_memory_step
+from raytrain_hpc.driver.saved_state import SavedState, recall_missed_metrics
 from raytrain_hpc.driver.worker_target import WorkerTarget
 from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
-from raytrain_hpc.elastic.failure_budget import FailureCount, count_failure, find_exceeded_limit
+from raytrain_hpc.elastic.failure_budget import FailureCount, find_exceeded_limit
 from raytrain_hpc.elastic.recovery import Membership
 from raytrain_hpc.elastic.state_partition import plan_replication_pairs
 from raytrain_hpc.errors import (
@@ -132,8 +133,8 @@ class Supervisor:
         self._console.print_line(f"alarm: {text}")
 
     def _print_once(self, text: str) -> None:
-        """Print a line unless it was printed before: preparation and every generation check the same checkpoints."""
-        if text not in self._warned:
+        """Print a text unless it was printed before: preparation and every generation check the same checkpoints."""
+        if text and text not in self._warned:
             self._warned.add(text)
             self._console.print_line(text)
 
@@ -382,18 +383,18 @@ class Supervisor:
     def _handle_failure(self, run: _RunContext, workers: WorkerGroup, failure: WorkerFailedError) -> None:
         """Record a failed generation, with the steps that the driver had not fetched from its ranks.
 
-        Raises RunFailedError if this is more than `fault.max_failures` failures or `fault.max_preemptions` preemptions
-        in a row. The first one counted is the last by which the furthest committed step had advanced.
+        Raises RunFailedError if it exceeds the limit of failures or of preemptions in a row, which are counted from the
+        last one by which the furthest committed step had advanced, or would be repeated by another attempt.
         """
-        memory_step = find_memory_step(workers)
-        missed = [] if memory_step is None else workers.recall_metrics(run.recorder.committed_step, memory_step)
-        for metrics in missed:
+        for metrics in recall_missed_metrics(workers, run.recorder.committed_step):
             run.recorder.handle_record({"type": "step", "metrics": metrics})
         step = run.recorder.committed_step
         run.saved.distrust_newer(failure, run.lease.generation)
         self._restarts += 1
-        self._failure_count = count_failure(self._failure_count, failure.kind, step)
+        has_trained = run.recorder.totals.first_step_unix is not None
+        self._failure_count = count_worker_failure(self._failure_count, failure, step, has_trained=has_trained)
         run.incidents.record_failure(failure, run.lease.generation, step, run.recorder.world_size)
+        self._print_once(failure.traceback)
         if (exceeded := find_exceeded_limit(self._config, self._failure_count)) is not None:
-            raise RunFailedError(f"gave up after {exceeded}: {failure}") from failure
+            raise RunFailedError(f"gave up after {exceeded}: {failure}") from failure.with_traceback(None)
         self._console.print_line(f"worker failed: {failure}; {step} steps are committed")

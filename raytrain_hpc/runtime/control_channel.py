@@ -52,6 +52,8 @@ class GenerationOutcome:
     divergence: str = ""
     suspects: tuple[int, ...] = ()
     calls: tuple[CollectiveCall, ...] = ()  # its last collectives, if it is broken
+    traceback: str = ""  # of the exception, if it is broken and no peer is the cause
+    is_program_error: bool = False  # see `worker.error_report`
 
 
 class ControlChannel:

@@ -6,7 +6,6 @@ import gc
 import os
 import socket
 import time
-import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ import ray
 from raytrain_hpc.cpu_limits import keep_cpu_count
 from raytrain_hpc.device_backends import set_network_interface, set_worker_environment
 from raytrain_hpc.distributed.flight_recorder import enable_flight_recorder, read_calls
-from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.errors import CheckpointCorruptedError, RaytrainError, StateLostError
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.worker.malloc import use_single_malloc_arena
@@ -195,6 +193,7 @@ class WorkerActor:
         from raytrain_hpc.distributed.process_groups import destroy_process_groups
         from raytrain_hpc.distributed.replica_check import CorruptionError
         from raytrain_hpc.runtime.control_channel import GenerationOutcome
+        from raytrain_hpc.worker.error_report import describe_error
 
         self._run_start_ns = time.time_ns()
         self._control.begin_generation(spec.generation)
@@ -216,12 +215,14 @@ class WorkerActor:
                 suspects=error.suspects,
             )
         except Exception as error:  # usually a collective that failed because a peer was lost
-            recent_calls = tuple(read_calls(self._run_start_ns))
+            recent_calls, report = tuple(read_calls(self._run_start_ns)), describe_error(error)
             outcome = GenerationOutcome(
-                "broken", f"{type(error).__name__}: {error}".splitlines()[0], calls=recent_calls
+                "broken",
+                report.reason,
+                calls=recent_calls,
+                traceback=report.traceback,
+                is_program_error=report.is_program_error,
             )
-            if not is_peer_failure(outcome.reason):
-                traceback.print_exc()
         finally:
             self._control.disarm_abort()
             destroy_process_groups()  # at once, to release the ranks that wait for this one

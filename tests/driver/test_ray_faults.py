@@ -275,7 +275,8 @@ def test_exception_is_attributed_to_its_own_rank(ray_cluster: None, tmp_path: Pa
         run.result(timeout=240)
     (incident,) = map(json.loads, (tmp_path / "incidents.jsonl").read_text().splitlines())
     assert (incident["kind"], incident["rank"]) == ("raised", 1)
-    assert incident["reason"] == "ZeroDivisionError: a mistake of rank 1"
+    place = f"test_ray_faults.py:{raise_in_loss.__code__.co_firstlineno + 2}, in raise_in_loss"
+    assert incident["reason"] == f"ZeroDivisionError: a mistake of rank 1 ({place})"
     assert incident["pid"] == read_pids(tmp_path)[1]
     assert incident["recovered_s"] is None and incident["steps_lost"] is None
     assert not run.running

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from examples import custom_module
 from raytrain_hpc import Config, train
-from raytrain_hpc.errors import LayoutError, ModelError
+from raytrain_hpc.errors import LayoutError, ModelError, RunFailedError
 from raytrain_hpc.runtime.worker_spec import CustomModel
+from tests.json_lines import read_json_lines
 from tests.warm_pool import WarmPool, get_step_metrics, make_small_config
 
 STEPS = 20
@@ -114,3 +115,22 @@ def test_wrong_loss_raises_the_same_error_on_a_cluster(ray_cluster: None, tmp_pa
     config = make_small_config(tmp_path / "run", "cluster.workers=2")
     with pytest.raises(ModelError, match="return a scalar tensor"):
         train(config, model=build_bigram, loss=lambda logits, targets: logits, quiet=True)
+
+
+class WrongWidth(Bigram):
+    """A model whose layers do not fit together."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 8)
+        self.head = nn.Linear(7, 64)
+
+
+def test_mistake_in_a_model_is_not_retried(ray_cluster: None, tmp_path: Path, capsys: Any) -> None:
+    config = make_small_config(tmp_path / "run", "cluster.workers=2")
+    with pytest.raises(RunFailedError, match=r"on all ranks before the first step.*in forward\)$") as caught:
+        train(config, model=lambda config: WrongWidth(), loss=custom_module.loss)
+    assert "mat1 and mat2 shapes cannot be multiplied" in str(caught.value)
+    assert len(read_json_lines(tmp_path / "run" / "incidents.jsonl")) == 1
+    output = capsys.readouterr().out
+    assert output.count("Traceback (most recent call last)") == 1
+    assert output.count("  File ") == 1 and "self.head(self.dropout" in output
