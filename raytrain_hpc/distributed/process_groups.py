@@ -86,11 +86,13 @@ def init_process_groups(
     *,
     tied_weights: bool = False,
     balance_experts: bool = False,
+    arrival_timeout_s: float | None = None,
 ) -> ParallelContext:
     """Create all process groups of a generation. Collective; call on every rank at the start of the generation.
 
     Creates none for a single rank or without a rendezvous. `tied_weights`: the first and the last pipeline stage share
-    a tied embedding table. `balance_experts`: ranks sum the loads of their experts, which needs `batch_group`. Raises
+    a tied embedding table. `balance_experts`: ranks sum the loads of their experts, which needs `batch_group`.
+    `arrival_timeout_s`: for all ranks to call this, instead of the timeout of the rendezvous. Raises
     GenerationAbortedError if a rank is lost meanwhile or does not arrive within the timeout.
     """
     if rendezvous is None or layout.world_size == 1:
@@ -98,7 +100,7 @@ def init_process_groups(
     timeout = timedelta(seconds=rendezvous.timeout_s)
     store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
     prefixed_store = PrefixStore(f"generation-{rendezvous.generation}", store)
-    _wait_for_all_ranks(prefixed_store, layout.world_size, rendezvous.timeout_s)
+    _wait_for_all_ranks(prefixed_store, layout.world_size, arrival_timeout_s or rendezvous.timeout_s)
     backend = get_backend(device).process_group
     dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=layout.world_size, timeout=timeout)
     return build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from raytrain_hpc.errors import MissingDependencyError
+from raytrain_hpc.storage.read_retry import FIRST_DELAY_S, MAX_DELAY_S, RETRY_TIMEOUT_S
 
 URL_SCHEMES = ("s3", "gs", "az")
 _VARIABLE_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
@@ -21,8 +22,12 @@ _CONNECT_TIMEOUT = timedelta(seconds=5)
 # The time is the bound: the number of attempts would end them sooner if the random delays happen to be short.
 _RETRY_CONFIG = {
     "max_retries": 40,
-    "retry_timeout": timedelta(seconds=60),
-    "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=5), "base": 2},
+    "retry_timeout": timedelta(seconds=RETRY_TIMEOUT_S),
+    "backoff": {
+        "init_backoff": timedelta(seconds=FIRST_DELAY_S),
+        "max_backoff": timedelta(seconds=MAX_DELAY_S),
+        "base": 2,
+    },
 }
 _ALLOW_HTTP_VARIABLES = ("AWS_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "AZURE_STORAGE_USE_HTTP")
 _ERROR_CODE = re.compile(r"<Code>(\w+)</Code>")

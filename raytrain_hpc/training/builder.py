@@ -74,6 +74,8 @@ from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.trainer import PendingWork, Trainer
 from raytrain_hpc.training.weight_exchange import WeightExchange
 
+_COPY_TIMEOUT_S = 24 * 3600.0
+
 
 def build_trainer(
     spec: WorkerSpec,
@@ -92,13 +94,13 @@ def build_trainer(
     """
     durations = PhaseDurations()
     configure_torch(spec.config, device)
+    dataset = open_data(spec, control)  # before the others wait in collectives: it may be copied for long
+    durations.end("data")
     context = _init_groups(spec, rank, device, rendezvous)
     control.arm_abort(CollectiveAbort({}))  # those of devices; sockets of others are not known yet
     durations.end("communicator")
     if spec.custom is None:
         log_attention_kernel(spec.model_spec, spec.config.train, device)
-    dataset = open_data(spec)
-    durations.end("data")
     callbacks = build_callback_list(spec, context, control, eval_metrics=list_eval_metrics(dataset))
     with callbacks.close_on_error():
         return _build_with_callbacks(
@@ -258,7 +260,10 @@ def configure_torch(config: Config, device: torch.device) -> None:
 
 
 def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: Rendezvous | None) -> ParallelContext:
-    return init_process_groups(rendezvous, rank, spec.layout, device, **get_group_options(spec))
+    # One node may copy a dataset that another one has. The watchdog sees a copy that stalls.
+    arrival_timeout_s = _COPY_TIMEOUT_S if spec.config.data.local_cache else None
+    options = get_group_options(spec)
+    return init_process_groups(rendezvous, rank, spec.layout, device, arrival_timeout_s=arrival_timeout_s, **options)
 
 
 def get_group_options(spec: WorkerSpec) -> dict[str, bool]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel, DatasetReference, WorkerSpec
+from raytrain_hpc.storage.read_retry import RETRY_TIMEOUT_S, ReadRetry
 from raytrain_hpc.training.device_loader import DeviceLoader, TokenEvalBatches
 from raytrain_hpc.training.evaluator import EvalBatches, Evaluator
 from raytrain_hpc.training.forward_backward import ForwardBackward
@@ -52,12 +55,38 @@ class Loader(Protocol):
         """Read a logical microbatch of the step whose microbatches are read next, or were read last."""
 
 
-def open_data(spec: WorkerSpec) -> Dataset | SampleDataset:
-    """Return the dataset of a run: the user's own, or the token shards of the config."""
+def open_data(spec: WorkerSpec, control: ControlChannel | None = None) -> Dataset | SampleDataset:
+    """Return the dataset of a run: the user's own, or the token shards of the config.
+
+    `control`: gets lines about storage that fails, and the progress of a copy to `data.local_cache`.
+    """
     dataset = spec.custom.dataset if isinstance(spec.custom, CustomModel) else None
     if isinstance(dataset, DatasetReference):
         raise TypeError("the spec still refers to the dataset in the object store; resolve it before the rank is built")
-    return dataset or spec.stream_spec.open_dataset()
+    if dataset is not None:
+        return dataset
+    if control is None:
+        return spec.stream_spec.open_dataset(ReadRetry(RETRY_TIMEOUT_S))
+    with control.in_phase("building"):
+        return spec.stream_spec.open_dataset(
+            ReadRetry(RETRY_TIMEOUT_S, control.log), _CopyProgress(control, spec.config.data.local_cache)
+        )
+
+
+@dataclass
+class _CopyProgress:
+    """Reports that this rank copies a dataset, block by block, while others wait for it."""
+
+    control: ControlChannel
+    directory: str
+    is_logged: bool = False
+
+    def __call__(self) -> None:
+        self.control.set_phase("loading")
+        if not self.is_logged:
+            self.is_logged = True
+            node = socket.gethostname()
+            self.control.log(f"data    copying the dataset to data.local_cache={self.directory} on node {node}")
 
 
 def build_loader(

@@ -53,7 +53,7 @@ ALLOWED_IMPORTS = {
     "snapshot": "errors state",
     "distributed": "errors device_backends torch_device callbacks torch_private torch_private_groups config planner "
     "elastic state parallel snapshot",
-    "data": "errors ray_private torch_private config",
+    "data": "errors storage ray_private torch_private config",
     "runtime": "errors torch_device storage callbacks torch_private config planner elastic state parallel snapshot "
     "distributed data",
     "checkpoint": "errors background_thread storage config state snapshot",

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from raytrain_hpc.data.dataset.manifest import Manifest, load_manifest, verify_shards
+from raytrain_hpc.data.dataset.mapped_shards import ShardFile, map_shard
 from raytrain_hpc.data.dataset.storage import is_remote, parse_location
-from raytrain_hpc.data.dataset.token_shards import ShardFile, TokenArray, map_shard
+from raytrain_hpc.data.dataset.token_shards import TokenArray
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.errors import DataError
 

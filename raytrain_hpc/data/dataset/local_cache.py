@@ -6,24 +6,31 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, Manifest, Shard
-from raytrain_hpc.data.dataset.storage import Location, RemoteFile
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile, read_local
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
 _BLOCK_BYTES = 8 << 20
 
 
-def copy_to_local_cache(source: Location, manifest: Manifest, cache_dir: Path) -> Path:
+def copy_to_local_cache(
+    source: Location,
+    manifest: Manifest,
+    cache_dir: Path,
+    retry: ReadRetry = NO_RETRY,
+    on_block: Callable[[], None] = lambda: None,
+) -> Path:
     """Copy a dataset below `cache_dir` unless it is cached already; return its directory there.
 
-    One process per node copies while the others wait. Raises DataError if a shard does not match its checksum in the
-    manifest, or the directory cannot be written.
+    One process per node copies while the others wait. `retry`: repeats reads that fail. `on_block`: called before each
+    block is copied, but not while another process copies. Raises DataError if a shard does not match its checksum in
+    the manifest, or the directory cannot be written.
     """
     target = cache_dir / f"dataset-{manifest.dataset_hash[:16]}"
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
@@ -32,7 +39,7 @@ def copy_to_local_cache(source: Location, manifest: Manifest, cache_dir: Path) -
         with _lock_file(target / ".lock"):
             for shard in shards:
                 if not _is_cached(target / shard.file, shard):
-                    _copy_shard(source, shard, target)
+                    _copy_shard(source, shard, target, retry, on_block)
             _write_atomically(target / MANIFEST_FILE, json.dumps(manifest.to_json()).encode())
     except OSError as error:
         size = sum(shard.bytes for shard in shards) / 2**30
@@ -48,20 +55,23 @@ def _is_cached(path: Path, shard: Shard) -> bool:
     return path.is_file() and path.stat().st_size == shard.bytes
 
 
-def _copy_shard(source: Location, shard: Shard, target: Path) -> None:
-    digest = hashlib.sha256()
+def _copy_shard(source: Location, shard: Shard, target: Path, retry: ReadRetry, on_block: Callable[[], None]) -> None:
+    digest, reader = hashlib.sha256(), _BlockReader(source / shard.file, retry)
     partial_path = target / f"{shard.file}.partial"
     try:
         with partial_path.open("wb") as copy:
-            for block in _read_blocks(source / shard.file):
+            on_block()
+            while block := reader.read():
                 digest.update(block)
                 copy.write(block)
+                on_block()
             copy.flush()
             os.fsync(copy.fileno())
         if digest.hexdigest() != shard.sha256:
             raise DataError(f"{source / shard.file}: shard does not match its sha256; prepare the dataset again")
         partial_path.replace(target / shard.file)
     finally:
+        reader.close()
         partial_path.unlink(missing_ok=True)
 
 
@@ -71,23 +81,37 @@ def _write_atomically(path: Path, content: bytes) -> None:
     partial_path.replace(path)
 
 
-def _read_blocks(file: Path | RemoteFile) -> Iterator[bytes]:
-    """Yield the content of a file in blocks. Raises DataError if the source, not the target, cannot be read."""
-    if isinstance(file, RemoteFile):
-        with file.open() as stream:
-            while block := _read_block(file, stream):
-                yield block
-        return
-    try:
-        with file.open("rb") as local_file:
-            yield from iter(partial(local_file.read, _BLOCK_BYTES), b"")
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+class _BlockReader:
+    """Reader of a file of the source in blocks. Raises DataError if it, not the target, cannot be read."""
 
+    def __init__(self, file: Path | RemoteFile, retry: ReadRetry):
+        self._file, self._retry = file, retry
+        self._handle: Any = None
+        self._offset = 0
 
-def _read_block(file: RemoteFile, stream: Any) -> bytes:
-    with file.translate_errors():
-        return bytes(stream.read(_BLOCK_BYTES))
+    def read(self) -> bytes:
+        """Return the next block; empty at the end."""
+        if isinstance(self._file, RemoteFile):
+            block = self._file.call(self._read_next, self._retry)
+        else:
+            block = read_local(self._read_next, self._file, self._retry)
+        self._offset += len(block)
+        return block
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._handle is not None:
+            self._handle.close()
+
+    def _read_next(self) -> bytes:
+        try:
+            if self._handle is None:
+                self._handle = self._file.open() if isinstance(self._file, RemoteFile) else self._file.open("rb")
+                self._handle.seek(self._offset)
+            return bytes(self._handle.read(_BLOCK_BYTES))
+        except OSError:
+            self._handle = None  # one that is stale stays so
+            raise
 
 
 @contextmanager

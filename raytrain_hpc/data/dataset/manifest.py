@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.dataset.storage import Location, RemoteFile, get_file_size, parse_location
+from raytrain_hpc.data.dataset.storage import Location, RemoteFile, get_file_size, parse_location, read_local
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
 MANIFEST_FILE = "manifest.json"
 VERSION = 2
@@ -118,28 +119,30 @@ def manifest_from_json(data: Mapping[str, Any]) -> Manifest:
     return manifest
 
 
-def load_manifest(directory: Location | str) -> Manifest:
+def load_manifest(directory: Location | str, retry: ReadRetry = NO_RETRY) -> Manifest:
     """Load the manifest of the dataset at `directory`, a path or URI. Raises DataError if missing or damaged."""
     directory = parse_location(directory) if isinstance(directory, str) else directory
     path = directory / MANIFEST_FILE
-    if isinstance(directory, Path) and not directory.exists():
-        raise DataError(f"{directory}: no such directory; write a dataset with `raytrain-hpc prepare`")
-    if get_file_size(path) is None:
+    if get_file_size(path, retry) is None:
+        if isinstance(directory, Path) and not directory.exists():
+            raise DataError(f"{directory}: no such directory; write a dataset with `raytrain-hpc prepare`")
         raise DataError(f"{directory}: not a dataset (no {MANIFEST_FILE}); write one with `raytrain-hpc prepare`")
     try:
-        data = json.loads(path.read() if isinstance(path, RemoteFile) else path.read_text(encoding="utf-8"))
+        data = json.loads(
+            path.read(retry) if isinstance(path, RemoteFile) else read_local(path.read_bytes, path, retry)
+        )
         version = data["version"]
         if version == VERSION:
             return manifest_from_json(data)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path}: damaged ({type(error).__name__}: {reason}); prepare the dataset again") from error
     raise DataError(f"{path}: version={version!r} is not supported, only {VERSION} is; prepare the dataset again")
 
 
-def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes: int | None = None) -> int:
+def verify_shards(
+    directory: Location | str, manifest: Manifest, *, limit_bytes: int | None = None, retry: ReadRetry = NO_RETRY
+) -> int:
     """Verify the shards against the manifest; return the number of bytes whose checksum was computed.
 
     Presence and size of every shard are always checked. Checksums are computed in order for shards on disk, up to
@@ -150,7 +153,7 @@ def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes:
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     for shard in shards:
         path = directory / shard.file
-        size = get_file_size(path)
+        size = get_file_size(path, retry)
         if size is None:
             raise DataError(f"{path}: shard is missing; prepare the dataset again")
         if size != shard.bytes:
@@ -160,16 +163,17 @@ def verify_shards(directory: Location | str, manifest: Manifest, *, limit_bytes:
         path = directory / shard.file
         if isinstance(path, RemoteFile) or (limit_bytes is not None and hashed_bytes + shard.bytes > limit_bytes):
             continue
-        if compute_file_sha256(path) != shard.sha256:
+        if compute_file_sha256(path, retry) != shard.sha256:
             raise DataError(f"{path}: shard does not match its sha256; prepare the dataset again")
         hashed_bytes += shard.bytes
     return hashed_bytes
 
 
-def compute_file_sha256(path: Path) -> str:
+def compute_file_sha256(path: Path, retry: ReadRetry = NO_RETRY) -> str:
     """Compute the hex sha256 of a file. Raises DataError if it cannot be read."""
-    try:
+
+    def compute() -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+    return read_local(compute, path, retry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -20,6 +20,7 @@ from raytrain_hpc.data.dataset.token_shards import TokenArray, TokenSource
 from raytrain_hpc.data.tokenizer.base import Tokenizer
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
 STDLIB, SYNTHETIC = "stdlib", "synthetic"
 _SYNTHETIC_VAL_TOKENS = 1 << 16
@@ -50,20 +51,31 @@ def open_dataset(
     vocab_size: int | None = None,
     verify_limit_bytes: int | None = 256 << 20,
     cache_dir: Path | None = None,
+    retry: ReadRetry = NO_RETRY,
+    on_block: Callable[[], None] = lambda: None,
 ) -> Dataset:
     """Open `data.path` or `data.sources`: a dataset directory or URI, stdlib or synthetic.
 
     `vocab_size` (None: 256) and `seed` apply to synthetic tokens only. Shard sizes are always verified, checksums for
     up to `verify_limit_bytes` of each dataset (None: all). `cache_dir`: local directory to which shards are copied
-    first, unless they are cached already. Raises DataError for a missing or damaged dataset, and for sources with
-    different tokenizers.
+    first, unless they are cached already; `on_block`: called before each block of them. `retry`: repeats reads that
+    fail, now and later. Raises DataError for a missing or damaged dataset, and for sources with different tokenizers.
     """
     sources = list(data.sources) or [SourceConfig(path=data.path)]
     if any(source.path == SYNTHETIC for source in sources):
         if len(sources) > 1:
             raise DataError("data.sources: synthetic tokens cannot be mixed with other sources; use them alone")
         return _open_synthetic(_SYNTHETIC_VOCAB_SIZE if vocab_size is None else vocab_size, seed)
-    return _open_prepared(sources, verify_limit_bytes, cache_dir)
+    directories = [prepare_stdlib_dataset() if s.path == STDLIB else parse_location(s.path) for s in sources]
+    manifests = _load_manifests(directories, retry)
+    if cache_dir is not None:
+        datasets = list(zip(directories, manifests, strict=True))
+        directories = [copy_to_local_cache(*dataset, cache_dir, retry, on_block) for dataset in datasets]
+    else:
+        for directory, manifest in zip(directories, manifests, strict=True):
+            verify_shards(directory, manifest, limit_bytes=verify_limit_bytes, retry=retry)
+    datasets = list(zip(directories, manifests, strict=True))
+    return _open_prepared(datasets, [source.weight for source in sources], retry)
 
 
 def describe_source(path: str) -> str:
@@ -91,25 +103,25 @@ def _open_synthetic(vocab_size: int, seed: int) -> Dataset:
     return Dataset((train,), val, (1.0,), None, vocab_size, identity, _describe_mixture([identity], [1.0]))
 
 
-def _open_prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | None, cache_dir: Path | None) -> Dataset:
-    directories = [prepare_stdlib_dataset() if s.path == STDLIB else parse_location(s.path) for s in sources]
-    manifests = [load_manifest(directory) for directory in directories]
+def _load_manifests(directories: Sequence[Location], retry: ReadRetry) -> list[Manifest]:
+    manifests = [load_manifest(directory, retry) for directory in directories]
     for directory, manifest in zip(directories, manifests, strict=True):
         if manifest.tokenizer != manifests[0].tokenizer:
             raise DataError(
                 f"data.sources: {directory} and {directories[0]} have different tokenizers or vocabularies; "
                 "prepare them with the same one"
             )
-        if cache_dir is None:
-            verify_shards(directory, manifest, limit_bytes=verify_limit_bytes)
-    if cache_dir is not None:
-        directories = [copy_to_local_cache(*dataset, cache_dir) for dataset in zip(directories, manifests, strict=True)]
-    datasets = list(zip(directories, manifests, strict=True))
-    weights = [source.weight for source in sources]
+    return manifests
+
+
+def _open_prepared(
+    datasets: Sequence[tuple[Location, Manifest]], weights: Sequence[float], retry: ReadRetry
+) -> Dataset:
+    manifests = [manifest for _, manifest in datasets]
     hashes = [manifest.dataset_hash for manifest in manifests]
     return Dataset(
-        train=tuple(TokenArray.open(directory, manifest, "train") for directory, manifest in datasets),
-        val=_open_validation(datasets),
+        train=tuple(TokenArray.open(directory, manifest, "train", retry) for directory, manifest in datasets),
+        val=_open_validation(datasets, retry),
         weights=tuple(weights),
         tokenizer=tokenizer_from_json(manifests[0].tokenizer),
         vocab_size=manifests[0].vocab_size,
@@ -118,8 +130,8 @@ def _open_prepared(sources: Sequence[SourceConfig], verify_limit_bytes: int | No
     )
 
 
-def _open_validation(datasets: Sequence[tuple[Location, Manifest]]) -> TokenArray | None:
-    splits = [TokenArray.open(path, manifest, "val") for path, manifest in datasets if "val" in manifest.splits]
+def _open_validation(datasets: Sequence[tuple[Location, Manifest]], retry: ReadRetry) -> TokenArray | None:
+    splits = [TokenArray.open(path, manifest, "val", retry) for path, manifest in datasets if "val" in manifest.splits]
     return reduce(add, splits) if splits else None
 
 

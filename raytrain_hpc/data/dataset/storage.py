@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs
 
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry, is_transient
+
+T = TypeVar("T")
 
 
 def is_remote(path: Path | str) -> bool:
@@ -39,10 +43,15 @@ class RemoteFolder:
 
     @cached_property
     def filesystem_and_path(self) -> tuple[Any, str]:
-        """File system and path of the folder in it. Raises DataError if the URI is invalid."""
+        """File system and path of the folder in it.
+
+        Raises DataError if the URI is invalid, and OSError if the store cannot be reached, which some URIs need.
+        """
         try:
             system, path = pa.fs.FileSystem.from_uri(self.uri)
         except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, OSError) and is_transient(error):
+                raise
             raise DataError(f"{self}: not a readable location ({_format_error(error)}); see docs/data.md") from error
         return system, path.rstrip("/")
 
@@ -58,10 +67,14 @@ class RemoteFile:
         return f"{str(self.folder).rstrip('/')}/{self.name}"
 
     def open(self) -> Any:
-        """Open for random-access reads. Raises DataError if the file cannot be opened."""
+        """Open for random-access reads. Raises OSError."""
         system, folder = self.folder.filesystem_and_path
+        return system.open_input_file(f"{folder}/{self.name}")
+
+    def call(self, method: Callable[[], T], retry: ReadRetry) -> T:
+        """Return the result of a method that reads the file. Raises DataError if it cannot be read."""
         with self.translate_errors():
-            return system.open_input_file(f"{folder}/{self.name}")
+            return retry(method, self)
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -71,17 +84,22 @@ class RemoteFile:
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self}: cannot be read ({_format_error(error)})") from error
 
-    def read(self) -> bytes:
+    def read(self, retry: ReadRetry) -> bytes:
         """Read the whole file."""
-        with self.translate_errors(), self.open() as file:
+        return self.call(self._read, retry)
+
+    def _read(self) -> bytes:
+        with self.open() as file:
             return bytes(file.read())
 
-    def get_size(self) -> int | None:
+    def get_size(self, retry: ReadRetry) -> int | None:
         """Return the size in bytes, or None if the file does not exist."""
-        system, folder = self.folder.filesystem_and_path
-        with self.translate_errors():
-            info = system.get_file_info(f"{folder}/{self.name}")
+        info = self.call(self._get_info, retry)
         return int(info.size) if info.is_file else None
+
+    def _get_info(self) -> Any:
+        system, folder = self.folder.filesystem_and_path
+        return system.get_file_info(f"{folder}/{self.name}")
 
 
 Location = Path | RemoteFolder
@@ -92,11 +110,27 @@ def parse_location(path: Path | str) -> Location:
     return RemoteFolder(str(path)) if is_remote(path) else Path(path).expanduser()
 
 
-def get_file_size(file: Path | RemoteFile) -> int | None:
-    """Return the size of a file in bytes, or None if it does not exist."""
+def read_local(read: Callable[[], T], file: Path, retry: ReadRetry) -> T:
+    """Return the result of `read`, which reads a local file. Raises DataError if that cannot be read."""
+    try:
+        return retry(read, file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def get_file_size(file: Path | RemoteFile, retry: ReadRetry = NO_RETRY) -> int | None:
+    """Return the size of a file in bytes, or None if it does not exist. Raises DataError if storage fails."""
     if isinstance(file, RemoteFile):
-        return file.get_size()
-    return file.stat().st_size if file.is_file() else None
+        return file.get_size(retry)
+    return read_local(partial(_get_local_size, file), file, retry)
+
+
+def _get_local_size(file: Path) -> int | None:
+    try:
+        status = file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _format_error(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,9 +22,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_hpc.data.dataset.manifest import Manifest, Shard, Split, compute_file_sha256
+from raytrain_hpc.data.dataset.mapped_shards import ShardFile, map_shard
 from raytrain_hpc.data.dataset.remote_shards import RemoteShard
 from raytrain_hpc.data.dataset.storage import Location, RemoteFile, parse_location
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
 DTYPES = ("uint16", "uint32")
 MAX_CONCURRENT_REQUESTS = 16  # range requests to the object store per read
@@ -163,24 +164,16 @@ def _find_token_offset(path: Path) -> int:
         return int(tokens.buffers()[1].address - buffer.address)
 
 
-@dataclass(frozen=True)
-class ShardFile:
-    """Location of a shard and its expected contents from the manifest."""
-
-    path: Path | RemoteFile
-    tokens: int
-    documents: int
-    offset: int = 0  # byte at which the tokens begin; used for remote shards only
-    masked: bool = False  # whether it has a loss mask
-
-
 class TokenArray:
-    """Shards as one flat array, mapped on first read; pickling keeps paths only. Without a loss mask, tokens count."""
+    """Shards as one flat array, mapped on first read; pickling keeps paths only. Without a loss mask, tokens count.
 
-    def __init__(self, files: Sequence[ShardFile], dtype: str):
+    `retry`: repeats reads that fail; a pickled copy repeats none. It covers the opening of a shard that is mapped.
+    """
+
+    def __init__(self, files: Sequence[ShardFile], dtype: str, retry: ReadRetry = NO_RETRY):
         if dtype not in DTYPES:
             raise DataError(f"dtype={dtype!r}: must be {' or '.join(DTYPES)}")
-        self._files = tuple(files)
+        self._files, self._retry = tuple(files), retry
         self._dtype, self.masked = dtype, any(file.masked for file in self._files)
         # _shard_stops[i]: position after the last token of shard i; a binary search finds the shard of a position.
         self._shard_stops = np.cumsum([file.tokens for file in self._files], dtype=np.int64)
@@ -191,20 +184,20 @@ class TokenArray:
         self._has_remote_shards = any(isinstance(file.path, RemoteFile) for file in self._files)
 
     @classmethod
-    def open(cls, directory: Location | str, manifest: Manifest, split: str) -> TokenArray:
+    def open(cls, directory: Location | str, manifest: Manifest, split: str, retry: ReadRetry = NO_RETRY) -> TokenArray:
         """Open one split of a dataset. Raises DataError if the dataset has no such split."""
         directory = parse_location(directory) if isinstance(directory, str) else directory
         if split not in manifest.splits:
             raise DataError(f"{directory}: has no split {split!r}, only {', '.join(manifest.splits)}")
         shards = manifest.splits[split].shards
         files = [ShardFile(directory / s.file, s.tokens, s.documents, s.offset, manifest.masked) for s in shards]
-        return cls(files, manifest.dtype)
+        return cls(files, manifest.dtype, retry)
 
     def __add__(self, other: TokenArray) -> TokenArray:
         """Concatenate with an array of the same dtype. Raises DataError if they differ."""
         if self._dtype != other._dtype:
             raise DataError(f"cannot concatenate tokens of {self._dtype} and {other._dtype}")
-        return TokenArray(self._files + other._files, self._dtype)
+        return TokenArray(self._files + other._files, self._dtype, self._retry)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray, (self._files, self._dtype)
@@ -331,12 +324,12 @@ class TokenArray:
 
     def _get_shard(self, index: int) -> ShardColumns:
         if index not in self._shards:
-            file = self._files[index]
+            file, dtype, retry = self._files[index], self._dtype, self._retry
             if isinstance(file.path, RemoteFile):
-                remote_shard = RemoteShard(file.path, file.offset, self._dtype, masked=file.masked)
+                remote_shard = RemoteShard(file.path, file.offset, dtype, masked=file.masked, retry=retry)
                 self._shards[index] = remote_shard
             else:
-                self._shards[index] = map_shard(file, self._dtype, masked=file.masked)
+                self._shards[index] = map_shard(file, dtype, masked=file.masked, retry=retry)
         return self._shards[index]
 
 
@@ -365,36 +358,3 @@ class ShardColumns(Protocol):
     @property
     def counted(self) -> Any:
         """Loss mask; empty if the dataset has none."""
-
-
-@dataclass(frozen=True, eq=False)
-class MappedShard:
-    """Columns of a memory-mapped shard, read-only; `counted`, the loss mask, is empty if the dataset has none."""
-
-    tokens: npt.NDArray[Any]
-    ends: Ints
-    counted: npt.NDArray[Any]
-
-
-def map_shard(file: ShardFile, dtype: str, *, masked: bool) -> MappedShard:
-    """Memory-map a shard. Raises DataError if the file does not match the manifest."""
-    names = ["tokens", "ends", *(["counted"] if masked else [])]
-    try:
-        # Closing the file keeps the mapping, which the arrays reference, and frees the descriptor: a large dataset
-        # has more shards than a process may have open files.
-        with pa.memory_map(str(file.path)) as source:
-            reader = pa.ipc.open_file(source)
-            batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        columns = [batches[0].column(name).values.to_numpy(zero_copy_only=True) for name in names]
-    except (OSError, pa.ArrowException, KeyError, IndexError, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{file.path}: not a readable shard ({reason}); prepare the dataset again") from error
-    tokens, ends = columns[:2]
-    counted = columns[2] if masked else np.empty(0, dtype=np.uint8)
-    actual = (len(batches), batches[0].num_rows, tokens.dtype, tokens.size, ends.size, counted.size)
-    if actual != (1, 1, np.dtype(dtype), file.tokens, file.documents, file.tokens if masked else 0):
-        raise DataError(
-            f"{file.path}: holds {tokens.size} tokens of {tokens.dtype} in {ends.size} documents instead of "
-            f"{file.tokens} of {dtype} in {file.documents}; prepare the dataset again"
-        )
-    return MappedShard(tokens, ends, counted)

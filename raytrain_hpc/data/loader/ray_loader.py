@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_hpc.config.schema import AUTO
 from raytrain_hpc.data.loader.block_stream import BlockPlan, BlocksUnavailableError, block_to_table, table_to_block
 from raytrain_hpc.data.loader.stream import Block, LocalStream, StreamSpec
+from raytrain_hpc.storage.read_retry import RETRY_TIMEOUT_S, ReadRetry
 
 BLOCKS_PER_EXECUTION = 512  # Ray Data plans all blocks of an execution at once; between two, ranks read locally
 _MAX_WINDOW_GROUPS = 64  # limit of groups kept ahead of the slowest rank
@@ -37,7 +38,7 @@ class BlockReader:
 
     def __init__(self, spec: StreamSpec, plan: BlockPlan):
         self._plan = plan
-        self._stream: LocalStream = spec.open_stream(spec.open_dataset())
+        self._stream: LocalStream = spec.open_stream(spec.open_dataset(ReadRetry(RETRY_TIMEOUT_S)))
 
     def __call__(self, batch: dict[str, Any]) -> Any:
         """Read the block whose number is the only entry of the batch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,6 +23,7 @@ from raytrain_hpc.data.dataset.token_shards import Ints
 from raytrain_hpc.data.loader.packing import IGNORE_INDEX, Packing, SampleRows, build_packing, check_source, merge_rows
 from raytrain_hpc.data.loader.sampler import MIXTURE_BLOCK_SAMPLES, Mixture, Sampler
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
 MAX_LOCATED_SAMPLES = 4096  # per call: evaluating a permutation costs per call, not per sample
 MAX_READ_TOKENS = 1 << 20  # approximate limit per read
@@ -313,14 +314,21 @@ class StreamSpec:
     micro_batch_size: int
     dataset_hash: str | None = None
 
-    def open_dataset(self) -> Dataset:
+    def open_dataset(self, retry: ReadRetry = NO_RETRY, on_block: Callable[[], None] = lambda: None) -> Dataset:
         """Open the dataset, from the local cache if data.local_cache is set. Checksums were verified by the driver.
 
-        Raises DataError if it is not that of the driver: it was prepared again, or the nodes have different copies.
+        `retry`: repeats reads that fail; `on_block`: called before each block that is copied to the local cache. Raises
+        DataError if it is not that of the driver: it was prepared again, or the nodes have different copies.
         """
         cache_dir = Path(self.data.local_cache) if self.data.local_cache else None
         dataset = open_dataset(
-            self.data, vocab_size=self.vocab_size, seed=self.seed, verify_limit_bytes=0, cache_dir=cache_dir
+            self.data,
+            vocab_size=self.vocab_size,
+            seed=self.seed,
+            verify_limit_bytes=0,
+            cache_dir=cache_dir,
+            retry=retry,
+            on_block=on_block,
         )
         if self.dataset_hash not in (None, dataset.dataset_hash):
             key, paths = "data.path", [self.data.path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import resource
@@ -10,20 +11,25 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow.fs
 import pytest
+from werkzeug.wrappers import Response
 
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
+from raytrain_hpc.data.dataset import local_cache
 from raytrain_hpc.data.dataset.local_cache import copy_to_local_cache
 from raytrain_hpc.data.dataset.manifest import MANIFEST_FILE, load_manifest, verify_shards
 from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import ReadRetry
 from tests.data.position_tokens import VOCAB_SIZE, write_dataset
+from tests.storage.bucket import BUCKET
+from tests.storage.s3_server import Request, S3Server, make_slow_down_response
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +83,56 @@ def test_range_requests_give_the_same_batches_as_local_files(dataset: Path, buck
         assert (local.document_ids is None) == (remote.document_ids is None)
         assert local.document_ids is None or np.array_equal(local.document_ids, remote.document_ids)
     assert streams[0].get_state(5) == streams[1].get_state(5)
+
+
+def test_reads_are_repeated_while_a_store_refuses_requests(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    server, lines, num_refused = S3Server(), list[str](), [0]
+
+    def refuse(request: Request, forward: Callable[[], Response]) -> Response:
+        if request.method != "GET" or num_refused[0] == 4:  # pyarrow repeats other requests itself, for 6 s
+            return forward()
+        num_refused[0] += 1
+        return make_slow_down_response()
+
+    for name in (MANIFEST_FILE, *(path.name for path in dataset.glob("*.arrow"))):
+        server.write(f"a/{name}", (dataset / name).read_bytes())
+    options = f"scheme=http&endpoint_override={server.url.removeprefix('http://')}&region=us-east-1"
+    specs = [
+        StreamSpec(DataConfig(path=path, packing="documents"), VOCAB_SIZE, 3, 16, 8, 4)
+        for path in (f"s3://{BUCKET}/a?{options}", str(dataset))
+    ]
+    with server.intercepting(refuse):
+        streams = [spec.open_stream(spec.open_dataset(ReadRetry(30.0, lines.append))) for spec in specs]
+        num_refused[0] = 0
+        remote, local = (stream.read_microbatch(0, 1).inputs for stream in streams)
+    server.close()
+    assert np.array_equal(remote, local)
+    assert ".arrow cannot be read" in lines[0] and ".arrow is read again" in lines[1]
+
+
+def test_a_copy_continues_after_reads_that_failed(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_cache, "_BLOCK_BYTES", 1000)
+    blocks: list[int] = []
+    read = local_cache._BlockReader._read_next
+
+    def fail_sometimes(self: local_cache._BlockReader) -> bytes:
+        if self._offset == 2000 and len(blocks) % 2:
+            blocks.append(-1)
+            self._handle = None
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(self)
+
+    monkeypatch.setattr(local_cache._BlockReader, "_read_next", fail_sometimes)
+    manifest = load_manifest(dataset)
+    copy = copy_to_local_cache(dataset, manifest, tmp_path, ReadRetry(30.0), lambda: blocks.append(1))
+    verify_shards(copy, manifest)
+    sizes = [shard.bytes for split in manifest.splits.values() for shard in split.shards]
+    assert blocks.count(1) == sum(-(-size // 1000) + 1 for size in sizes) and -1 in blocks
 
 
 def test_remote_and_local_sources_can_be_mixed(dataset: Path, bucket: str) -> None:

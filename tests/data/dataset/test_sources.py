@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pickle
@@ -8,17 +9,22 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.config.schema import DataConfig, SourceConfig
+from raytrain_hpc.data.dataset import local_cache
 from raytrain_hpc.data.dataset.builtin import SyntheticTokens, get_cache_dir, prepare_stdlib_dataset
 from raytrain_hpc.data.dataset.manifest import load_manifest
 from raytrain_hpc.data.dataset.sources import describe_source, open_dataset
 from raytrain_hpc.data.preprocess.prepare import prepare
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.runtime.control_channel import ControlChannel
+from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.data_builder import open_data
-from tests.warm_pool import make_worker_spec
+from tests.warm_pool import make_small_config, make_worker_spec
 
 
 @pytest.fixture
@@ -185,6 +191,34 @@ def test_workers_refuse_another_dataset_than_the_run_was_started_with(prepared, 
         open_data(spec)
     expected = [f"data.path={tmp_path / 'a'}: ", socket.gethostname(), started_with, other]
     assert all(text in str(error.value) for text in expected)
+
+
+def test_a_rank_reports_outages_and_copies(prepared, tmp_path, monkeypatch):
+    overrides = [
+        f"data.path={prepared('a', 'a' * 2000)}",
+        f"data.local_cache={tmp_path / 'cache'}",
+        "data.engine=local",
+    ]
+    config = make_small_config(tmp_path / "run", *overrides, "model.vocab_size=auto")
+    monkeypatch.setattr(local_cache, "_BLOCK_BYTES", 1000)
+    memory_map, failures, phases = pa.memory_map, [2], []
+
+    def fail_twice(path):
+        failures[0] -= 1
+        if failures[0] >= 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return memory_map(path)
+
+    control = ControlChannel()
+    monkeypatch.setattr(control, "set_phase", phases.append)
+    spec = make_worker_spec(config, 1, steps_to=3)
+    trainer = build_trainer(spec, 0, torch.device("cpu"), None, control)
+    assert phases.count("loading") >= 4 and phases[-1] == "idle", "each block of the copy is progress"
+    monkeypatch.setattr(pa, "memory_map", fail_twice)
+    trainer.run(0, 3)
+    notes = [record["text"] for record in control.drain() if record["type"] == "note"]
+    for text in ("copying the dataset to data.local_cache", "cannot be read on node", "is read again, after"):
+        assert sum(text in note for note in notes) == 1, notes
 
 
 def test_description_of_a_dataset_in_an_object_store_is_refused():

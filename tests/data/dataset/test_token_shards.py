@@ -1,3 +1,4 @@
+import errno
 import pickle
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from raytrain_hpc.data.dataset.manifest import Manifest
 from raytrain_hpc.data.dataset.token_shards import ShardWriter, TokenArray, choose_token_dtype
 from raytrain_hpc.errors import DataError
+from raytrain_hpc.storage.read_retry import ReadRetry
 
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -135,6 +137,30 @@ def test_invalid_shard_file_is_named(tmp_path):
         array.read(np.array([70]), 5)
     with pytest.raises(DataError, match="no split 'val', only train"):
         TokenArray.open(tmp_path, manifest, "val")
+
+
+def test_opening_a_shard_is_repeated_unless_it_is_missing(tmp_path, monkeypatch):
+    manifest = write_split(tmp_path, np.arange(100), 50)
+    memory_map, errors = pa.memory_map, [OSError(errno.ESTALE, "Stale file handle")] * 2
+
+    def fail_twice(path):
+        if errors:
+            raise errors.pop()
+        return memory_map(path)
+
+    monkeypatch.setattr(pa, "memory_map", fail_twice)
+    lines = []
+    array = TokenArray.open(tmp_path, manifest, "train", ReadRetry(30.0, lines.append))
+    assert array.read(np.array([45]), 10).tolist() == [list(range(45, 55))]
+    assert "train-00000.arrow cannot be read" in lines[0] and "train-00000.arrow is read again" in lines[1]
+    errors.append(OSError(errno.ESTALE, "Stale file handle"))
+    with pytest.raises(DataError, match=r"train-00000\.arrow: cannot be read \(.*Stale file handle\)$"):
+        TokenArray.open(tmp_path, manifest, "train").read(np.array([0]), 10)
+    lines.clear()
+    (tmp_path / "train-00001.arrow").unlink()
+    with pytest.raises(DataError, match=r"train-00001\.arrow: not a readable shard .*; prepare the dataset again"):
+        TokenArray.open(tmp_path, manifest, "train", ReadRetry(30.0, lines.append)).read(np.array([60]), 10)
+    assert not lines
 
 
 def test_the_stored_type_follows_the_vocabulary():

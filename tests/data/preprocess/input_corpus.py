@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_hpc.data.dataset.manifest import load_manifest
-from raytrain_hpc.data.dataset.token_shards import ShardFile, map_shard
+from raytrain_hpc.data.dataset.mapped_shards import ShardFile, map_shard
 
 # With all kinds of whitespace, also repeated.
 WORDS = [
