@@ -102,7 +102,8 @@ class Evaluator:
         if num_targets == 0:
             raise DataError(
                 f"no token of {name} counts in the loss, as if all prompts are longer than train.seq_len; make "
-                "train.seq_len or eval.samples larger, or leave out such documents"
+                "eval.samples larger (0: all), or start a run in another run.dir with a larger train.seq_len or "
+                "without such documents"
             )
         return loss_sum, num_targets
 

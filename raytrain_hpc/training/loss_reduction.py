@@ -44,19 +44,21 @@ class StepTotals:
         """Valid tokens of the global batch, fp64 scalar on the device."""
         return self.totals[1]
 
-    def read(self, grad_norm: Tensor) -> tuple[float, float, StepRequests]:
+    def read(self, grad_norm: Tensor, *, allow_empty: bool = False) -> tuple[float, float, StepRequests]:
         """Return the mean loss per valid token, the gradient norm, and what any rank asks for.
 
         `grad_norm`: fp64 scalar on the device. This is the one time in a step that the host waits for the device.
-        Raises DataError on all ranks if no token of the global batch counts in the loss.
+        If no token of the global batch counts in the loss, that is NaN, or unless `allow_empty`, DataError is raised on
+        all ranks.
         """
         loss_sum, num_tokens, *requests, norm = torch.cat((self.totals, grad_norm.view(1))).tolist()
-        if num_tokens == 0:
+        if num_tokens == 0 and not allow_empty:
             raise DataError(
-                "no token of a global batch counts in the loss, as if all prompts are longer than train.seq_len; make "
-                "train.seq_len or train.global_batch_size larger, or leave out such documents"
+                "no token of a global batch counts in the loss, as if all prompts are longer than train.seq_len; set "
+                "fault.on_nan=skip to continue this run without such batches, or start one in another run.dir with a "
+                "larger train.seq_len or train.global_batch_size, or without such documents"
             )
-        return loss_sum / num_tokens, norm, StepRequests(*(count > 0 for count in requests))
+        return loss_sum / num_tokens if num_tokens else math.nan, norm, StepRequests(*(count > 0 for count in requests))
 
     def get_microbatch_losses(self) -> list[float]:
         """Return the mean loss of every logical microbatch, in order."""

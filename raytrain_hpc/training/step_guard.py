@@ -13,6 +13,7 @@ from raytrain_hpc.config.schema import FaultConfig
 from raytrain_hpc.elastic.loss_spikes import WINDOW, compute_spike_threshold
 from raytrain_hpc.errors import RunFailedError
 from raytrain_hpc.runtime.control_channel import Record
+from raytrain_hpc.training.loss_reduction import StepTotals
 
 BadStepKind = Literal["not finite", "loss spike"]
 
@@ -74,13 +75,14 @@ class StepGuard:
         self._record_loss(step, loss)
         return steps_undone
 
-    def build_incident(self, step: int, loss_and_norm: tuple[float, float], losses: list[float]) -> Record:
-        """Build the incident record of a bad step. `losses`: the mean loss of each microbatch."""
+    def build_incident(self, step: int, loss_and_norm: tuple[float, float], totals: StepTotals) -> Record:
+        """Build the incident record of a bad step."""
         loss, norm = loss_and_norm
+        cause = "" if totals.num_tokens else "no token counts in the loss: "
         limit = self._compute_loss_limit()
         bad_microbatches = [
             number
-            for number, microbatch_loss in enumerate(losses)
+            for number, microbatch_loss in enumerate(totals.get_microbatch_losses())
             if not isfinite(microbatch_loss) or microbatch_loss > limit
         ]
         return {
@@ -88,7 +90,7 @@ class StepGuard:
             "kind": self.check(loss, norm),
             "rank": self._find_responsible_rank(bad_microbatches),
             "operation": f"training step {step + 1}",
-            "reason": f"loss {loss}, gradient norm {norm}",
+            "reason": f"{cause}loss {loss}, gradient norm {norm}",
             "time": time.time(),
         }
 

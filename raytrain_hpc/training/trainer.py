@@ -152,7 +152,7 @@ class Trainer:
         if grad_norm is None:
             self.model_update.optimizer.zero_grad()
             return self.forward_backward(step, self.loader.reread)
-        loss, norm, requests = totals.read(grad_norm)
+        loss, norm, requests = totals.read(grad_norm, allow_empty=self.config.fault.on_nan != "stop")
         self.raise_if_aborted()
         self.metrics.report_step()  # all ranks have passed `wait_for_background_copies`
         if requests.distrust:
@@ -222,13 +222,13 @@ class Trainer:
     def retry_step(self, step: int, first_result: StepResult) -> tuple[StepResult, bool]:
         """Recompute a step with a bad loss or norm once, to rule out a transient hardware error.
 
-        Returns the new result, and whether it is good. If it is not, the step guard has carried out `fault.on_nan`: the
-        update is skipped or the state rolled back. Raises RunFailedError if `fault.on_nan=stop`, after more than
-        `fault.max_failures` bad steps in a row, or if there is no checkpoint to roll back to.
+        A global batch without targets has no loss, and is a bad step too. Returns the new result, and whether it is
+        good. If it is not, the step guard has carried out `fault.on_nan`: the update is skipped or the state rolled
+        back. Raises RunFailedError if `fault.on_nan=stop`, after more than `fault.max_failures` bad steps in a row, or
+        if there is no checkpoint to roll back to.
         """
         loss_and_norm = (first_result.loss, first_result.grad_norm)
-        microbatch_losses = first_result.totals.get_microbatch_losses()
-        incident = self.step_guard.build_incident(step, loss_and_norm, microbatch_losses)
+        incident = self.step_guard.build_incident(step, loss_and_norm, first_result.totals)
         self.model_update.undo_passes()
         result = self.forward_backward(step, self.loader.reread)
         if self.step_guard.check(result.loss, result.grad_norm) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ import yaml
 from raytrain_hpc import train
 from raytrain_hpc.driver import supervisor
 from raytrain_hpc.driver.result import Result
-from raytrain_hpc.errors import ConfigError, RunDirectoryError
+from raytrain_hpc.errors import ConfigError, DataError, RunDirectoryError
 from tests.data.dataset_writer import write_dataset
 from tests.warm_pool import make_small_config
 
@@ -170,3 +171,19 @@ def test_data_may_move_but_not_change(tmp_path: Path) -> None:
     assert start(tmp_path / "run", f"data.path={tmp_path / 'moved'}").outcome == "done"
     with pytest.raises(ConfigError, match=rf"data.path='{tmp_path / 'other'}'.*trained with other data"):
         start(tmp_path / "run", f"data.path={tmp_path / 'other'}")
+
+
+def test_a_run_continues_without_a_batch_that_has_no_target(tmp_path: Path) -> None:
+    sizes = [16] * 8 + [8] * 4 + [16] * 8  # the third batch of four consists of prompts
+    documents = [np.arange(size) + number for number, size in enumerate(sizes)]
+    write_dataset(tmp_path / "data", {"train": documents, "val": documents[:4]}, vocab_size=64, prompt=10)
+    words = (f"data.path={tmp_path / 'data'}", "data.packing=padded", "data.order=sequential", "model.vocab_size=auto")
+    words = (*words, "train.global_batch_size=4", "checkpoint.interval=1")
+    with pytest.raises(DataError, match=r"set fault\.on_nan=skip to continue this run without such batches"):
+        start(tmp_path / "run", *words)
+    result = start(tmp_path / "run", *words, "fault.on_nan=skip")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["train/loss"] for line in lines}
+    assert result.steps == 4 and [math.isnan(losses[step]) for step in (1, 2, 3, 4)] == [False, False, True, False]
+    (incident,) = (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()
+    assert "no token counts in the loss" in incident
