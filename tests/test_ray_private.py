@@ -20,7 +20,7 @@ from raytrain_hpc import ray_private
 from tests.driver.cli_process import wait_until
 
 START_AND_INSPECT = """
-import json, os, sys
+import json, os, signal, sys
 from pathlib import Path
 import psutil, ray
 from raytrain_hpc import ray_private
@@ -32,6 +32,7 @@ def list_daemons():
     return [name for name in names if any(name in line for line in lines)]
 
 directory = Path(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # Ray's processes inherit that, and ignore ray.shutdown
 ray_private.set_default_worker_priority()
 ray_private.start_local_ray(directory, num_cpus=1, object_store_memory=80 << 20, log_to_driver=False)
 sessions = list(directory.glob("session_*/sockets"))
@@ -39,8 +40,11 @@ niceness = ray.get(ray.remote(lambda: os.nice(0)).remote())
 before = list_daemons()
 ray_private.stop_unused_daemons()
 still_works = ray.get(ray.remote(lambda: 7).remote())
-print(json.dumps([len(sessions), niceness, before, list_daemons(), still_works]))
-ray.shutdown()
+after = list_daemons()
+processes = psutil.Process().children(recursive=True)
+ray_private.shut_down_ray()
+_, left = psutil.wait_procs(processes, timeout=10)
+print(json.dumps([len(sessions), niceness, before, after, still_works, len(processes) > 3, len(left)]))
 """
 
 
@@ -82,14 +86,16 @@ def test_the_notice_about_authentication_comes_from_the_hidden_logger() -> None:
     assert logger.isEnabledFor(logging.WARNING)
 
 
-def test_a_local_ray_has_its_directory_and_priority_and_no_unused_daemons() -> None:
+def test_a_local_ray_has_its_directory_and_priority_no_unused_daemons_and_an_end() -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:  # a short path: it holds sockets
         command = [sys.executable, "-c", START_AND_INSPECT, directory]
         process = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert process.returncode == 0, process.stderr
-        num_sessions, niceness, before, after, still_works = json.loads(process.stdout.splitlines()[-1])
+        facts = json.loads(process.stdout.splitlines()[-1])
+    num_sessions, niceness, before, after, still_works, has_processes, num_left = facts
     assert num_sessions > 0 and niceness == 0 and still_works == 7
     assert before == ["log_monitor.py", "autoscaler/_private/monitor.py"] and after == []
+    assert has_processes and num_left == 0
 
 
 def test_the_printer_of_logs_is_replaced_and_put_back() -> None:

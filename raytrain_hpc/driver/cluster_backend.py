@@ -16,7 +16,7 @@ from raytrain_hpc.driver.cluster_monitor import ClusterMonitor, SnapshotReader
 from raytrain_hpc.driver.cluster_room import find_room, wait_for_room
 from raytrain_hpc.driver.coordinator_client import CoordinatorClient
 from raytrain_hpc.driver.ray_backend import RayWorkerGroup
-from raytrain_hpc.driver.ray_cluster import connect_ray
+from raytrain_hpc.driver.ray_cluster import block_sigterm, connect_ray
 from raytrain_hpc.driver.ray_topology import DEFAULT_CPU_WORKERS
 from raytrain_hpc.driver.rendezvous_store import RendezvousStore
 from raytrain_hpc.driver.worker_group import ActorPool
@@ -74,7 +74,8 @@ def open_ray_backend(
     small, before anything is written.
     """
     # The store needs torch: import it while Ray and the workers start, which takes as long.
-    threading.Thread(target=import_module, args=("torch",), daemon=True).start()
+    with block_sigterm():  # or this thread would receive it in the place of the main thread, while Ray's handler is set
+        threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
     with connect_ray(config, num_workers + config.cluster.spares) as started, ExitStack() as stack:
         monitor, coordinator = None, CoordinatorClient(config)

@@ -18,7 +18,12 @@ from raytrain_hpc.distributed.network_interface import check_interface
 from raytrain_hpc.driver.launcher_env import detect_launcher_task
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.ray_address import LOCAL, find_address_problem, get_cluster_address
-from raytrain_hpc.ray_private import hide_auth_notice, read_local_address, set_default_worker_priority
+from raytrain_hpc.ray_private import (
+    hide_auth_notice,
+    read_local_address,
+    set_default_worker_priority,
+    shut_down_ray,
+)
 from raytrain_hpc.ray_temp_dir import check_socket_path, get_ray_temp_dir
 
 
@@ -31,12 +36,26 @@ def connect_ray(config: Config, num_workers: int) -> Iterator[bool]:
     if ray.is_initialized():
         yield False
         return
-    with _preserve_signal_handlers():
+    with block_sigterm(), _preserve_signal_handlers():
         started = _connect(config, num_workers)
     try:
         yield started
     finally:
-        ray.shutdown()
+        shut_down_ray()
+
+
+@contextmanager
+def block_sigterm() -> Iterator[None]:
+    """Block SIGTERM in this thread, and for good in processes and threads that it starts within the context.
+
+    Batch systems send it to all processes of a job, but those of a Ray that is started here are needed until the run
+    has saved its state. Ray blocks SIGINT in the same way.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -43,6 +44,10 @@ class WorkerActor:
     def __init__(self, device: str, threads: int):
         """Import what a rank needs and start the heartbeat."""
         start = time.time()
+        if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []):
+            # Blocked in all processes of a Ray that was started for the run. Here it has no effect, and `describe`
+            # unblocks it: processes that the user's code starts inherit that, and must be possible to terminate.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
         use_single_malloc_arena()
         os.environ["OMP_NUM_THREADS"] = str(threads)
         set_worker_environment(os.environ)
@@ -77,6 +82,7 @@ class WorkerActor:
         from raytrain_hpc.worker.host_info import describe_process
         from raytrain_hpc.worker.host_topology import bind_to_numa_node, find_numa_node, find_switch
 
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # of the thread that runs generations
         configure_torch(config, self._device)  # takes seconds, for which other ranks would wait later
         numa_node = find_numa_node(pci_address) if (pci_address := get_pci_address(self._device)) else None
         keep_cpu_count(os.environ)

@@ -1,4 +1,4 @@
-"""One run through the real command line on two workers: SIGKILL, Ctrl-C to the process group, SIGTERM."""
+"""Runs through the real command line on two workers: SIGKILL, Ctrl-C to the process group, SIGTERM."""
 
 from __future__ import annotations
 
@@ -102,3 +102,18 @@ def test_repeated_interruptions(ray_cluster: None, pool: WarmPool, tmp_path: Pat
     assert len(uninterrupted) == STEPS and by_step == {
         metrics["step"]: curve_point(metrics) for metrics in uninterrupted
     }
+
+
+@pytest.mark.timeout(300)
+def test_sigterm_to_all_processes_of_a_run_stops_it_with_its_state_saved(tmp_path: Path, ray_tmpdir: str) -> None:
+    """A batch system sends it to all, processes of Ray included, and the workers are in process groups of their own."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    with start_run(run, ray_tmpdir, "cluster.address=local", "train.steps=100000") as process:
+        wait_until(lambda: count_steps(run) > 0, out)
+        for pid in find_processes(str(run)):
+            os.kill(pid, signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 3, out.read_text()
+        wait_until(lambda: not find_processes(str(run)), out, timeout_s=15)
+    last_step = read_last_step(run)
+    assert f"stopped at step {last_step} of 100000; saved in {run}/checkpoints/step-{last_step:08d}" in out.read_text()
+    assert not (run / "incidents.jsonl").exists() or not (run / "incidents.jsonl").read_text(), "no worker was lost"
