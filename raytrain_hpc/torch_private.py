@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.sgd import sgd as sgd  # an undocumented function: the classes load TorchDynamo; all versions
 
 if TYPE_CHECKING:
@@ -263,3 +263,14 @@ def load_symbolic_shapes() -> None:
     `torch.autograd._make_grads` does. All versions.
     """
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+
+def is_mean_over_rows(loss: Tensor, num_rows: int) -> bool:
+    """Return whether the last operation of a loss is a mean of a tensor with `num_rows` rows.
+
+    Autograd keeps the sizes that a mean has reduced, and the reduction of a loss function of torch (1: mean), in
+    attributes that its notes mention without listing them. Without them, the answer is no. All versions.
+    """
+    node: Any = loss.grad_fn
+    sizes = getattr(node, "_saved_self_sym_sizes", ()) if node is not None and node.name() == "MeanBackward0" else ()
+    return getattr(node, "_saved_reduction", 0) == 1 or (num_rows > 1 and tuple(sizes[:1]) == (num_rows,))

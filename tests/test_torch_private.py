@@ -48,6 +48,23 @@ def test_the_float8_product_equals_that_of_its_rounded_operands() -> None:
     assert torch.equal(product, torch_private.scaled_mm_op(a, b.t(), *scales, out_dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("loss", "is_mean"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), True),
+        (lambda x, y: F.mse_loss(x, torch.zeros(4, 3)), True),
+        (lambda x, y: F.cross_entropy(x, y, reduction="none").mean(), True),
+        (lambda x, y: F.cross_entropy(x, y, reduction="sum"), False),
+        (lambda x, y: x.square().sum(0).mean(), False),  # over the columns
+        (lambda x, y: F.cross_entropy(x, y) * 4, False),
+        (lambda x, y: torch.tensor(1.0), False),
+    ],
+)
+def test_autograd_tells_that_a_loss_is_a_mean(loss: Any, is_mean: bool) -> None:
+    value = loss(torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0]))
+    assert torch_private.is_mean_over_rows(value, 4) == is_mean
+
+
 def test_flash_attention_takes_rows_of_documents() -> None:
     """Its kernels need a GPU: tests/parallel/test_varlen_attention.py. These are the positional arguments."""
     forward, backward = (

@@ -12,6 +12,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.data.loader.block_stream import BlockPlan
 from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
+from raytrain_hpc.errors import ModelError
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.snapshot.shared_file import SnapshotHandles
 from raytrain_hpc.storage.location import Location
@@ -41,6 +42,21 @@ class CustomModel:
     dataset: SampleDataset | DatasetReference | None = None  # of the user; None: the token shards of the config
     run: ForwardFunction | None = None  # (module, batch) -> output; None: the module is called with the tokens
     hf_config: dict[str, Any] | None = None  # config.json of a transformers model
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a module in place of its factory, and for parts that cannot be called."""
+        from torch import nn
+
+        if isinstance(self.factory, nn.Module):
+            name = type(self.factory).__name__
+            raise ModelError(
+                f"model={name}(...): a module; pass a function that builds it on every worker, such as "
+                f"model=lambda config: {name}(...)"
+            )
+        if not callable(self.factory):
+            raise ModelError(f"model={self.factory!r}: cannot be called; pass a function of the config that builds it")
+        if not callable(self.loss):
+            raise ModelError(f"loss={self.loss!r}: cannot be called; pass a function that returns a sum of losses")
 
 
 @dataclass(frozen=True)

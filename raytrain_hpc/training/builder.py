@@ -119,7 +119,7 @@ def _build_with_callbacks(
     snapshot_store: SnapshotStore | None,
 ) -> Trainer:
     """Build the trainer in the process groups of `context`. Arguments as of `build_trainer`."""
-    train_module = build_train_module(spec, context)
+    train_module = build_train_module(spec, context, control.log)
     model = build_model(train_module, spec, context)
     optimizer = build_optimizer(model, spec, context.rank)
     recent_losses = _make_recent_losses(spec.config, context.device)

@@ -23,6 +23,7 @@ from raytrain_hpc.runtime.control_channel import Record
 from raytrain_hpc.runtime.worker_spec import CustomModel, WorkerSpec
 from raytrain_hpc.state.shard_index import Box
 from raytrain_hpc.training.forward_backward import ForwardBackward, LocalForwardBackward
+from raytrain_hpc.training.loss_check import LossCheck
 from raytrain_hpc.training.module_tensors import broadcast_bytes, cast_floating_point, check_dtypes
 from raytrain_hpc.training.pipeline_forward_backward import PipelineForwardBackward, TimelineReporter
 from raytrain_hpc.training.running_statistics import RunningStatistics
@@ -31,11 +32,19 @@ from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import CustomTrainModule, DecoderTrainModule, SampleTrainModule, TrainModule
 
 
-def build_train_module(spec: WorkerSpec, context: ParallelContext) -> TrainModule:
-    """Build the train module: the decoder or a user's module, with the loss that fits this rank's layout."""
-    if isinstance(spec.custom, CustomModel):
-        kind = CustomTrainModule if spec.custom.dataset is None else SampleTrainModule
-        return kind(spec.custom.factory, spec.custom.loss, spec.config, spec.custom.run)
+def build_train_module(
+    spec: WorkerSpec, context: ParallelContext, log: Callable[[str], None] | None = None
+) -> TrainModule:
+    """Build the train module: the decoder or a user's module, with the loss that fits this rank's layout.
+
+    `log`: prints a line, for the check of a user's loss at the start of a run.
+    """
+    custom = spec.custom
+    if isinstance(custom, CustomModel):
+        kind = CustomTrainModule if custom.dataset is None else SampleTrainModule
+        has_check = log is not None and spec.is_fresh_start and custom.hf_config is None
+        check = LossCheck(log if context.rank == 0 else None) if has_check else None
+        return kind(custom.factory, custom.loss, spec.config, custom.run, check)
     model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
     positions = get_local_positions(config.train.seq_len, context.axes)
     stage_layers = split_layers(model_spec, config.train.seq_len, spec.layout.pipeline.num_stages)

@@ -17,6 +17,7 @@ from raytrain_hpc.model.document_positions import compute_document_positions
 from raytrain_hpc.model.param_init import init_tensor
 from raytrain_hpc.runtime.worker_spec import ForwardFunction, LossFunction, ModelFactory
 from raytrain_hpc.state.keyed_rng import derive_position_keys, derive_sample_keys, derive_seed
+from raytrain_hpc.training.loss_check import LossCheck
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +139,7 @@ class CustomTrainModule:
     loss_function: LossFunction
     config: Config
     run: ForwardFunction | None = None
+    loss_check: LossCheck | None = None  # of the first loss of a run
     keyed_randomness: bool = False
 
     def build(self, stage: int) -> nn.Module:
@@ -166,6 +168,8 @@ class CustomTrainModule:
         value = self.loss_function(output, batch.targets)
         if not isinstance(value, Tensor) or value.ndim != 0:
             raise ModelError("loss: return a scalar tensor, the sum of the losses over the valid targets")
+        if self.loss_check is not None:
+            self.loss_check.check_targets(self.loss_function, output, batch.targets, value)
         return value, batch.num_tokens
 
 
@@ -186,4 +190,6 @@ class SampleTrainModule(CustomTrainModule):
             raise ModelError(
                 "loss: return a scalar tensor, the sum of the losses over the samples of the batch; or (sum, count)"
             )
+        if self.loss_check is not None and not isinstance(output, tuple):
+            self.loss_check.check_rows(value, len(batch.samples))
         return value, count

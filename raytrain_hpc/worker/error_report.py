@@ -18,7 +18,8 @@ from raytrain_hpc.parallel.blocking_collectives import get_blocking_files
 _PACKAGE = str(Path(__file__).parent.parent)
 _LIBRARY_PARTS = {"site-packages", "dist-packages"}
 _LIBRARY_FOLDERS = (get_path("stdlib"), str(Path(torch.__file__).parent), "<")  # "<": generated code
-_PASSES_FILE = str(Path(_PACKAGE, "training", "forward_backward.py"))  # from which model and loss are called
+# Files from which the user's factory, model and loss are called.
+_CALLING_FILES = {str(Path(_PACKAGE, "training", name)) for name in ("forward_backward.py", "train_module.py")}
 _DISTRIBUTED_FOLDERS = (str(Path(torch.distributed.__file__).parent), str(Path(_PACKAGE, "distributed")))
 # Exceptions of storage, network and devices: they may not be raised again.
 _ENVIRONMENT_ERRORS = (OSError, MemoryError, torch.AcceleratorError)
@@ -64,4 +65,4 @@ def _is_program_error(error: BaseException, frames: list[FrameSummary], has_own_
         return False
     if innermost in get_blocking_files() or innermost.startswith(_DISTRIBUTED_FOLDERS):
         return False
-    return has_own_frames or any(frame.filename == _PASSES_FILE for frame in frames)
+    return has_own_frames or any(frame.filename in _CALLING_FILES for frame in frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,46 @@ def test_factory_without_a_trainable_module_is_rejected(tmp_path: Path) -> None:
         tmp_path, lambda c: {}, custom_module.loss
     )
     assert "no parameters to train" in get_model_error(tmp_path, lambda c: nn.Identity(), custom_module.loss)
+
+
+def test_module_in_place_of_a_factory_is_rejected(tmp_path: Path) -> None:
+    message = get_model_error(tmp_path, Bigram(64, 8), custom_module.loss)
+    assert message.startswith("model=Bigram(...): a module") and "model=lambda config: Bigram(...)" in message
+    assert "model='bigram': cannot be called" in get_model_error(tmp_path, "bigram", custom_module.loss)
+    assert "loss='mean': cannot be called" in get_model_error(tmp_path, build_bigram, "mean")
+
+
+def cross_entropy(reduction: str, logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def compare_rows(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loss in which the samples of a batch compete, as in contrastive learning."""
+    rows = logits.mean((1, 2))
+    return -(rows - rows.logsumexp(0)).sum()
+
+
+def half_of_masked_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    mask = targets % 2 == 0
+    return (cross_entropy("none", logits, targets) * mask.flatten()).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_mean"),
+    [
+        (partial(cross_entropy, "mean"), True),
+        (half_of_masked_tokens, True),
+        (partial(cross_entropy, "sum"), False),
+        (compare_rows, False),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_mean_in_place_of_a_sum(pool: WarmPool, loss: Any, is_mean: bool, rows: int) -> None:
+    config = make_small_config(None, "train.steps=2", "train.global_batch_size=8", f"train.micro_batch_size={rows}")
+    records = pool.train(config, custom=CustomModel(build_bigram, loss))[0]
+    warnings = [record["text"] for record in records if record["type"] == "note"]
+    assert [text for text in warnings if text.startswith("warning: loss: it returns a mean")] == warnings
+    assert len(warnings) == is_mean
 
 
 @pytest.mark.parametrize("setting", ["parallel.tp=2", "parallel.pp=2", "lora.rank=4"])

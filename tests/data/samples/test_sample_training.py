@@ -165,6 +165,19 @@ def test_wrong_loss_is_named(tmp_path: Path, value: Any) -> None:
         train(config, model=image_task.build, loss=value, dataset=image_task.Images(), quiet=True)
 
 
+def mean_loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+
+
+@pytest.mark.parametrize(("loss", "is_mean"), [(mean_loss, True), (image_task.loss, False)])
+def test_mean_in_place_of_a_sum(pool: WarmPool, loss: Any, is_mean: bool) -> None:
+    records = pool.train(
+        make_small_config(None, *BASE, "lr_scheduler.warmup_steps=0", "train.steps=1"), custom=make_images(loss)
+    )[0]
+    warnings = [record["text"] for record in records if record["type"] == "note"]
+    assert [text.startswith("warning: loss: it returns a mean") for text in warnings] == [True] * is_mean
+
+
 def test_parts_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     config = make_small_config(tmp_path, "cluster.workers=0")
     with pytest.raises(ModelError, match="the built-in decoder trains on token shards"):
