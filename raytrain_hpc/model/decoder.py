@@ -35,7 +35,7 @@ class BlockContext:
     rotary: RotaryTables | None = None
     dropout_keys: Tensor | None = None  # of this layer, int64 [b, t]
     documents: Tensor | None = None  # of full sequences, int64 [b, seq_len]
-    loss_weight: float = 1.0
+    counted: Tensor | None = None  # of the positions that a router sees, bool [b, t]
 
 
 class Decoder(nn.Module):
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         *,
         documents: Tensor | None = None,
-        loss_weight: float = 1.0,
+        counted: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> Tensor:
         """Return the logits [b, t, vocab_size] of tokens x, int64 [b, t].
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         Without the first layer, x is the residual stream [b, t, hidden_size]; without the last layer, the result is.
         keys: int64 [b, t] from `state.keyed_rng.derive_position_keys`, None: no dropout. positions: int64 [t] or [b,
         t], in the sequence; default: 0..t-1. documents: int64 [b, seq_len], index of the document within a packed
-        sequence; attention is restricted to documents. None: one document per sequence. loss_weight: see `moe.Router`.
+        sequence; attention is restricted to documents. None: one document per sequence. counted: see `moe.Router`.
         targets: int64 [b, t]; with them, the result is the sum of losses if `head.chunked_loss` is set. Raises
         ModelError if t exceeds the number of learned positions.
         """
@@ -85,7 +85,7 @@ class Decoder(nn.Module):
             rotary = make_rotary_tables(positions, self.spec, x.dtype)
         for layer, block in self.blocks().items():
             layer_keys = None if keys is None else fold_in(keys, layer + 1)
-            x = block(x, BlockContext(rotary, layer_keys, documents, loss_weight))
+            x = block(x, BlockContext(rotary, layer_keys, documents, counted))
         if self.norm is None or self.head is None:
             return x
         table = None if self.embedding is None else self.embedding.weight
@@ -170,9 +170,7 @@ class Block(nn.Module):
         x = x + self._dropout(self.attention(self.attention_norm(x), context), context.dropout_keys, 0)
         normalized = self.mlp_norm(x)
         output = (
-            self.mlp(normalized, context.loss_weight)
-            if isinstance(self.mlp, MixtureOfExperts)
-            else self.mlp(normalized)
+            self.mlp(normalized, context.counted) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normalized)
         )
         return x + self._dropout(output, context.dropout_keys, 1)
 

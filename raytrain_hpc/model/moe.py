@@ -108,49 +108,51 @@ class Router(nn.Module):
         # recomputed.
         self.register_buffer("load", torch.zeros(spec.num_experts, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor, loss_weight: float) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts int64 [b, t, k] of x [b, t, hidden_size] and their weights [b, t, k].
 
-        Computed in fp64 if x is fp64, else in fp32. loss_weight: 0 for a padding microbatch, whose positions count in
-        neither the balancing loss nor the load; else 1.
+        Computed in fp64 if x is fp64, else in fp32. counted: bool [b, t], positions that count in the balancing loss
+        and the load, which padding should not; None: all.
         """
         score_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
             scores = F.linear(x.to(score_dtype), self.weight.to(score_dtype)).softmax(dim=-1)
         experts = (scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
         if self.training and torch.is_grad_enabled():
-            scores = self._add_balance_grad(scores, experts, loss_weight)
+            scores = self._add_balance_grad(scores, experts, counted)
         weights = scores.gather(-1, experts)
         return experts, weights / weights.sum(dim=-1, keepdim=True) if self.top_k > 1 else weights
 
-    def _add_balance_grad(self, scores: Tensor, experts: Tensor, loss_weight: float) -> Tensor:
+    def _add_balance_grad(self, scores: Tensor, experts: Tensor, counted: Tensor | None) -> Tensor:
         """Return the scores unchanged, with the gradient of the balancing loss added in the backward pass.
 
-        The loss of a sequence of T positions, summed over positions, is T sum_e f_e P_e. f_e is E / (k T) times the
+        The loss of a sequence of T counted positions, summed over them, is T sum_e f_e P_e. f_e is E / (k T) times the
         number of positions of expert e, and P_e is its mean score. The gradient at each position is f. A separate loss
         term would have to be returned from pipeline stages and recomputed blocks.
         """
-        counts = F.one_hot(experts, scores.shape[-1]).sum(dim=(1, 2))
-        sequence_counts = self.reduce_counts(counts)
-        load_fraction = sequence_counts * scores.shape[-1] / sequence_counts.sum(dim=-1, keepdim=True)
-        grad = (self.balance_weight * self.balance_scale * loss_weight) * load_fraction.to(scores.dtype).unsqueeze(1)
-        load = counts.sum(dim=0) if loss_weight else torch.zeros_like(self.load)
-        balanced: Tensor = _BalanceLoss.apply(scores, grad, load, self.load)  # type: ignore[no-untyped-call]
+        routes, mask = F.one_hot(experts, scores.shape[-1]), scores.new_ones(())
+        if counted is not None:
+            routes, mask = routes * counted[..., None, None], counted.unsqueeze(-1)
+        counts = routes.sum(dim=(1, 2))
+        sequence_counts = self.reduce_counts(counts).to(scores.dtype)
+        load_fraction = sequence_counts * scores.shape[-1] / sequence_counts.sum(dim=-1, keepdim=True).clamp(min=1)
+        grad = (self.balance_weight * self.balance_scale) * load_fraction.unsqueeze(1)
+        balanced: Tensor = _BalanceLoss.apply(scores, grad, mask, counts.sum(dim=0), self.load)  # type: ignore[no-untyped-call]
         return balanced
 
 
 class _BalanceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, grad: Tensor, counts: Tensor, load: Tensor) -> Tensor:
-        ctx.save_for_backward(grad, counts)
+    def forward(ctx: Any, scores: Tensor, grad: Tensor, mask: Tensor, counts: Tensor, load: Tensor) -> Tensor:
+        ctx.save_for_backward(grad, mask, counts)
         ctx.load = load
         return scores.view_as(scores)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        grad, counts = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad, mask, counts = ctx.saved_tensors
         ctx.load.add_(counts)
-        return gradients[0] + grad, None, None, None
+        return gradients[0] + grad * mask, None, None, None, None
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -170,9 +172,9 @@ class MixtureOfExperts(nn.Module):
         # Sums outputs over ranks if the channels of each expert are sharded.
         self.reduce_output: Callable[[Tensor], Tensor] = _identity
 
-    def forward(self, x: Tensor, loss_weight: float) -> Tensor:
-        """Return the weighted sum of expert outputs, [b, t, hidden_size]. loss_weight: see `Router`."""
-        experts, weights = self.router(x, loss_weight)
+    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of expert outputs, [b, t, hidden_size]. counted: see `Router`."""
+        experts, weights = self.router(x, counted)
         width, k = x.shape[-1], experts.shape[-1]
         sorted_experts, order = experts.flatten().sort(stable=True)
         counts = torch.searchsorted(sorted_experts, torch.arange(self.num_experts + 1, device=x.device)).diff()

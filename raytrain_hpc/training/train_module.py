@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.model.cross_entropy import IGNORE_INDEX
 from raytrain_hpc.model.decoder import Decoder, loss_sum
 from raytrain_hpc.model.document_positions import compute_document_positions
 from raytrain_hpc.model.param_init import init_tensor
@@ -36,10 +37,16 @@ class Batch:
     num_tokens: int
     is_padding: bool = False
 
-    @property
-    def loss_weight(self) -> float:
-        """Weight in the loss: 0 for padding, else 1."""
-        return 0.0 if self.is_padding else 1.0
+    def find_used_positions(self) -> Tensor:
+        """Return the positions that a target depends on, bool [b, t]: in a row, those up to the last target.
+
+        Those that pad a row are not among them. A padding microbatch has none.
+        """
+        if self.is_padding:
+            return torch.zeros_like(self.targets, dtype=torch.bool)
+        numbers = torch.arange(1, self.targets.shape[1] + 1, device=self.targets.device)
+        last_target = torch.where(self.targets == IGNORE_INDEX, 0, numbers).amax(dim=1, keepdim=True)
+        return numbers <= last_target
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,21 +121,21 @@ class DecoderTrainModule:
         if batch.documents is not None:
             document_positions = compute_document_positions(batch.documents)
             positions = document_positions if positions is None else document_positions[:, positions]
-        weight, targets = batch.loss_weight, self._select_targets(batch)
-        output: Tensor = module(x, keys, positions, documents=batch.documents, loss_weight=weight, targets=targets)
+        targets = self._select(batch.targets)
+        counted = self._select(batch.find_used_positions()) if self.model_spec.num_experts else None
+        output: Tensor = module(x, keys, positions, documents=batch.documents, counted=counted, targets=targets)
         return output
 
     def loss(self, output: Tensor, batch: Batch) -> LossSum:
         """Return the cross-entropy summed over the targets, and their number in whole sequences."""
         is_loss = output.ndim == 0  # computed by the head, in chunks
-        return output if is_loss else self.loss_function(output, self._select_targets(batch)), batch.num_tokens
+        return output if is_loss else self.loss_function(output, self._select(batch.targets)), batch.num_tokens
 
-    def _select_targets(self, batch: Batch) -> Tensor:
-        """Return the targets of the positions that this rank reads, int64 [b, t]."""
-        targets = batch.targets
-        if len(self.positions) == targets.shape[1]:
-            return targets
-        return targets[:, torch.tensor(self.positions, device=targets.device)]
+    def _select(self, values: Tensor) -> Tensor:
+        """Return the values [b, t] of the positions that this rank reads."""
+        if len(self.positions) == values.shape[1]:
+            return values
+        return values[:, torch.tensor(self.positions, device=values.device)]
 
 
 @dataclass

@@ -18,8 +18,11 @@ def get_mixtures(decoder) -> list[MixtureOfExperts]:
     return [block.mlp for block in decoder.blocks().values()]
 
 
-def compute_explicit_loss(decoder, weight: float) -> torch.Tensor:
-    """Return the cross entropy plus the balancing loss of each sequence, by equations 17 to 20 of DeepSeek-V3."""
+def compute_explicit_loss(decoder, weight: float, lengths=(10, 10)) -> torch.Tensor:
+    """Return the cross entropy plus the balancing loss of each sequence, by equations 17 to 20 of DeepSeek-V3.
+
+    `lengths`: of the sequences, without padding.
+    """
     routings = []
     hooks = [
         mixture.router.register_forward_hook(lambda router, args, out: routings.append((router, args[0], out[0])))
@@ -30,11 +33,11 @@ def compute_explicit_loss(decoder, weight: float) -> torch.Tensor:
         hook.remove()
     for router, x, experts in routings:
         scores = (x @ router.weight.T).softmax(dim=-1)
-        for sequence in range(len(TOKENS)):
+        for sequence, length in enumerate(lengths):
             for expert in range(5):
-                num_positions = (experts[sequence] == expert).sum()
-                frequency = 5 / (2 * 10) * num_positions
-                loss = loss + weight * 10 * frequency * scores[sequence, :, expert].mean()
+                num_positions = (experts[sequence, :length] == expert).sum().double()
+                frequency = 5 / (2 * length) * num_positions
+                loss = loss + weight * length * frequency * scores[sequence, :length, expert].mean()
     return loss
 
 
@@ -52,9 +55,20 @@ def test_balancing_loss_has_the_gradient_of_its_formula(tiny, random_decoder):
     ).abs().max() > 1e-3
 
 
+def test_padding_of_a_sequence_does_not_count(tiny, random_decoder):
+    decoder = random_decoder(tiny("llama", **KEYS))
+    reference = random_decoder(tiny("llama", **KEYS, load_balancing="none"))
+    counted = torch.arange(10) < torch.tensor([[6], [10]])
+    loss_sum(decoder(TOKENS, counted=counted), TOKENS).backward()
+    compute_explicit_loss(reference, KEYS["load_balancing_weight"], (6, 10)).backward()
+    for (name, parameter), reference_parameter in zip(decoder.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference_parameter.grad, rtol=1e-10, atol=1e-10, msg=name)
+    assert [int(mixture.router.load.sum()) for mixture in get_mixtures(decoder)] == [16 * 2] * 2
+
+
 def test_padding_microbatches_do_not_count(tiny, random_decoder):
     decoder = random_decoder(tiny("llama", **KEYS))
-    (0.0 * loss_sum(decoder(TOKENS, loss_weight=0.0), TOKENS)).backward()
+    (0.0 * loss_sum(decoder(TOKENS, counted=torch.zeros(2, 10, dtype=torch.bool)), TOKENS)).backward()
     assert all(not parameter.grad.any() for parameter in decoder.parameters())
     assert all(not mixture.router.load.any() for mixture in get_mixtures(decoder))
 
@@ -92,7 +106,7 @@ def test_the_bias_affects_selection_but_not_weights(tiny, random_decoder):
     x = torch.randn(1, 4, 32, dtype=torch.float64)
     scores = (x @ router.weight.T).softmax(dim=-1)
     router.bias.copy_(torch.tensor([0.0, 0.0, 5.0, 9.0, 0.0]))
-    experts, weights = router(x, 1.0)
+    experts, weights = router(x)
     assert experts.tolist() == [[[3, 2]] * 4]
     torch.testing.assert_close(weights[..., 0], scores[..., 3] / (scores[..., 3] + scores[..., 2]))
 
@@ -114,8 +128,8 @@ def test_bf16_routes_like_fp32(tiny, random_decoder):
     block: Block = decoder.layers["0"]
     x = torch.randn(2, 10, 32)
     with torch.autocast("cpu", torch.bfloat16):
-        experts, weights = block.mlp.router(x, 1.0)
-    fp32_experts, fp32_weights = block.mlp.router(x, 1.0)
+        experts, weights = block.mlp.router(x)
+    fp32_experts, fp32_weights = block.mlp.router(x)
     assert torch.equal(experts, fp32_experts) and torch.equal(weights, fp32_weights)
 
 

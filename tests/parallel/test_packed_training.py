@@ -44,6 +44,7 @@ LAYOUTS = {
 }
 
 
+EXPERTS = [*LLAMA, "model.num_kv_heads=2", "model.num_experts=5", "model.dropout=0"]
 COMMON = ["train.seq_len=21", "model.vocab_size=64"]
 
 
@@ -146,3 +147,29 @@ def test_only_responses_count_in_the_loss(pool: WarmPool, tmp_path: Path, pairs:
         losses.append(token_losses[4:].detach())  # the first target of a response is its sixth token
     assert len({loss.numel() for loss in losses}) > 3
     assert steps[0]["train/loss"] == pytest.approx(float(torch.cat(losses).mean()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("balancing", "layout"),
+    [
+        ("loss", ["cluster.workers=1"]),
+        ("loss", ["cluster.workers=2", "parallel.ep=2"]),
+        ("loss", LAYOUTS["ring-2 x tp-2"]),
+        ("bias", LAYOUTS["dp-3"]),
+        ("bias", ["cluster.workers=2", "parallel.pp=2"]),
+    ],
+)
+def test_padding_does_not_balance_experts(pool: WarmPool, tmp_path: Path, balancing: str, layout: list[str]) -> None:
+    """The same documents in longer rows have the same gradients and biases."""
+    documents = {name: [document[:20] for document in part] for name, part in make_documents(7).items()}
+    write_dataset(tmp_path / "data", documents, vocab_size=64, shard_tokens=100, prompt=5)
+    settings = [*EXPERTS, f"data.path={tmp_path / 'data'}", "data.packing=padded", "model.vocab_size=64"]
+    settings += [f"model.load_balancing={balancing}", "model.load_balancing_weight=0.5", "model.expert_bias_rate=0.1"]
+    expected, state = run_layout(pool, tmp_path / "short", *settings, "train.seq_len=19", "cluster.workers=1")
+    steps, result_state = run_layout(pool, tmp_path / "long", *settings, "train.seq_len=31", *layout)
+    for result, reference in zip(steps, expected, strict=True):
+        assert result["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-12)
+        assert result["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=1e-11)
+    for name, tensor in state.items():
+        assert (result_state[name] - tensor).norm() <= 1e-9 * tensor.norm(), name
+    assert balancing == "loss" or any(tensor.any() for name, tensor in state.items() if "router.bias" in name)
