@@ -137,7 +137,10 @@ class Router(nn.Module):
         sequence_counts = self.reduce_counts(counts).to(scores.dtype)
         load_fraction = sequence_counts * scores.shape[-1] / sequence_counts.sum(dim=-1, keepdim=True).clamp(min=1)
         grad = (self.balance_weight * self.balance_scale) * load_fraction.unsqueeze(1)
-        balanced: Tensor = _BalanceLoss.apply(scores, grad, mask, counts.sum(dim=0), self.load)  # type: ignore[no-untyped-call]
+        # The bias of a frozen router stays: the layer is not to change. Its scores need a gradient or not, depending on
+        # what is trained below, and in a later stage of a pipeline always.
+        load = counts.sum(dim=0) if self.weight.requires_grad else torch.zeros_like(self.load)
+        balanced: Tensor = _BalanceLoss.apply(scores, grad, mask, load, self.load)  # type: ignore[no-untyped-call]
         return balanced
 
 

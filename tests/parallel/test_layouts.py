@@ -123,6 +123,19 @@ def test_layout_equals_one_process(pool: WarmPool, single_rank_run, tmp_path: Pa
         assert (result_state[name] - tensor).abs().max().item() <= bound * scale, name
 
 
+def test_frozen_routers_keep_their_bias_on_every_layout(pool: WarmPool, tmp_path: Path) -> None:
+    """Below what is trained in one process, and behind what another stage of a pipeline sends."""
+    patterns = ["embedding.*", "positions.*", "layers.[012].*"]
+    groups = ", ".join(f"{{pattern: '{pattern}', frozen: true}}" for pattern in patterns)
+    words = [*MODELS["moe, bias"], "model.num_layers=4", f"optimizer.groups=[{groups}]", "model.expert_bias_rate=0.1"]
+    _, expected = run_layout(pool, tmp_path / "alone", *words, "cluster.workers=1")
+    _, state = run_layout(pool, tmp_path / "pp", *words, "cluster.workers=2", "parallel.pp=2")
+    has_moved = [bool(expected[f"1 model.layers.{layer}.mlp.router.bias"].any()) for layer in range(4)]
+    assert has_moved == [False, False, False, True]
+    for name, tensor in expected.items():
+        assert torch.allclose(state[name], tensor, rtol=1e-7, atol=1e-12), name
+
+
 @pytest.mark.parametrize(
     ("layout", "policy"), [("tp-2", "selective"), ("ring-2 x tp-2", "full"), ("ring-2 x ulysses-2", "selective")]
 )
