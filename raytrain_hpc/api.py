@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from raytrain_hpc.config.loader import complete_config, load_config
+from raytrain_hpc.config.loader import complete_config, copy_config, load_config
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.driver.stop_signals import stop_on_signals
 from raytrain_hpc.errors import ConfigError, ModelError
@@ -89,7 +88,7 @@ def train(
 
     Raises a subclass of RaytrainError with a one-line message.
     """
-    stop, config = threading.Event(), deepcopy(config)
+    stop, config = threading.Event(), copy_config(config)
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
     with stop_on_signals(stop):
@@ -113,7 +112,7 @@ def run_script(
     from raytrain_hpc.observability.console import Console
     from raytrain_hpc.runtime.worker_spec import Script
 
-    config = deepcopy(config)
+    config = copy_config(config)
     complete_config(config)
     path = Path(script).expanduser().absolute()
     if not path.is_file():
@@ -145,7 +144,7 @@ def start(
     """
     from raytrain_hpc.driver.run_setup import make_paths_absolute
 
-    stop, config = threading.Event(), deepcopy(config)
+    stop, config = threading.Event(), copy_config(config)
     complete_config(config)
     config = make_paths_absolute(config)
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)

@@ -16,7 +16,7 @@ from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
 from raytrain_hpc.data.tokenizer.base import Tokenizer
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
-from raytrain_hpc.driver.run_directory import RunDirectory, read_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, check_holds_run, read_run_directory
 from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
@@ -79,8 +79,7 @@ def _choose_prompt(tokenizer: Tokenizer) -> str:
 
 
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
-    if not directory.path.is_dir():
-        raise CheckpointError(f"{directory.location}: no such run directory")
+    check_holds_run(directory)
     if not directory.tokenizer.exists():
         raise DataError(f"{directory.location}: the run has no tokenizer (synthetic tokens have none)")
     try:

@@ -328,7 +328,7 @@ class CheckpointStore:
     def find(self, step: int | str | None) -> Checkpoint | None:
         """Return the checkpoint of a step or label, verified; None: the newest valid one, or None if there is none.
 
-        Raises CheckpointError if there is no such label, and CheckpointCorruptedError if verification fails.
+        Raises CheckpointError if there is no such step or label, and CheckpointCorruptedError if verification fails.
         """
         if step is None:
             return self.find_newest_valid(lambda path, reason: None)
@@ -338,6 +338,9 @@ class CheckpointStore:
                 known = ", ".join(labels) or "there are none"
                 raise CheckpointError(f"{self.root}: no checkpoint has the label {step!r}; known labels: {known}")
             step = labels[step]
+        if step not in (steps := self.list_steps()):
+            known = ", ".join(map(str, steps)) or "there are none"
+            raise CheckpointError(f"step={step}: {self.root} has no checkpoint of this step; steps: {known}")
         return self.verify(step)
 
     def remove_leftovers(self) -> None:

@@ -38,9 +38,9 @@ def config(names: tuple[str, ...], print_words: bool, schema: bool) -> None:
 
 def _format_resolved(words: tuple[str, ...]) -> Iterator[str]:
     """Yield `key=value  # origin` for every key of a loaded config."""
-    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.loader import load_command_line
 
-    loaded = load_config(*split_words(words))
+    loaded = load_command_line(*split_words(words))
     choices = loaded.auto_choices
     for key, field in get_fields().items():
         value = getattr(getattr(loaded, key.partition(".")[0]), field.name)

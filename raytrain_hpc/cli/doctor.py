@@ -112,10 +112,10 @@ def doctor(words: tuple[str, ...], as_json: bool) -> None:
 
     One line per check, with the remedy if it is not ok; exit code 2 if one fails.
     """
-    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.loader import load_command_line
 
     path, overrides = split_words(words)
-    report = examine_cluster(load_config(path, overrides))
+    report = examine_cluster(load_command_line(path, overrides))
     for line in [json.dumps(report.to_json(), indent=2)] if as_json else report.format_lines():
         click.echo(line)
     if not report.is_healthy:

@@ -307,10 +307,10 @@ def drill(
     Killed, frozen, hung, crashed, cut off and out-of-step ranks, exceptions, memory that runs out, NaN; with a GPU in
     cluster.device also kernels that never end or fail.
     """
-    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.loader import load_command_line
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides)
+    config = load_command_line(path, overrides)
     result = run_drill(
         config,
         seed=seed,

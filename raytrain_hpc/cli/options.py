@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from raytrain_hpc.config.schema import get_fields
 from raytrain_hpc.errors import ConfigError, RaytrainError
 
 EXIT_DOES_NOT_FIT = 1  # exit code of `plan` if no layout fits into memory
@@ -151,8 +152,12 @@ def split_words(words: tuple[str, ...]) -> tuple[str | None, list[str]]:
     A word with `=` that ends as a YAML file does, and is one, is the config: sweeps name directories by their settings.
 
     Raises:
-        ConfigError: More than one config file is named.
+        ConfigError: More than one config file is named, or a key has no value.
     """
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        if word in get_fields() and not Path(word).exists():
+            value = following if following and "=" not in following else "VALUE"
+            raise ConfigError(word, "", "command line", f"has no value; write {word}={value}")
     files = [word for word in words if "=" not in word or (Path(word).suffix in _YAML and Path(word).is_file())]
     if len(files) > 1:
         raise ConfigError(

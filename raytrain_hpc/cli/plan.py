@@ -67,19 +67,21 @@ def plan(
     """
     from raytrain_hpc.api import plan as make_plan
     from raytrain_hpc.cli.plan_table import format_plan
-    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.loader import load_command_line
 
     path, overrides = split_words(words)
     if measure:
         from raytrain_hpc.cli.autotune import measure_layouts
 
-        tuned = measure_layouts(load_config(path, overrides), measure, steps, lambda line: click.echo(line, err=True))
+        tuned = measure_layouts(
+            load_command_line(path, overrides), measure, steps, lambda line: click.echo(line, err=True)
+        )
         for line in [json.dumps(tuned.to_json(), indent=2)] if as_json else tuned.format_lines():
             click.echo(line)
         if not tuned.has_measurement:
             sys.exit(EXIT_FAILED)
         return
-    result = make_plan(load_config(path, overrides), restart_s=restart_seconds, **options)
+    result = make_plan(load_command_line(path, overrides), restart_s=restart_seconds, **options)
     for line in [json.dumps(result, indent=2)] if as_json else format_plan(result):
         click.echo(line)
     if not result["fits"]:

@@ -39,10 +39,10 @@ def run(script_arguments: tuple[str, ...], script: str, words: tuple[str, ...]) 
 
     from raytrain_hpc.api import run_script
     from raytrain_hpc.cli.train_summary import format_summary
-    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.loader import load_command_line
 
     path, overrides = split_words(words)
-    config = load_config(path, overrides, defaults=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
+    config = load_command_line(path, overrides, defaults=[f"run.name={Path(script).stem}", *_SCRIPT_DEFAULTS])
     result = run_script(config, script, script_arguments)
     for line in format_summary(config, result, is_script=True):
         click.echo(line)

@@ -17,7 +17,7 @@ from raytrain_hpc.cli.options import (
     print_errors_on_one_line,
     split_words,
 )
-from raytrain_hpc.config.loader import load_config
+from raytrain_hpc.config.loader import load_command_line
 from raytrain_hpc.sweeps.sweep_plan import SweepOptions, SweepPlan
 from raytrain_hpc.sweeps.sweep_runner import run_sweep
 from raytrain_hpc.sweeps.sweep_table import write_report
@@ -96,7 +96,7 @@ def sweep(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
     trial has failed.
     """
     source, overrides = split_words(words)
-    plan = SweepPlan(load_config(source, overrides), make_options(**options))
+    plan = SweepPlan(load_command_line(source, overrides), make_options(**options))
     result = run_sweep(plan, log=lambda line: click.echo(line, err=True))
     trials = result.sort()
     if as_json:

@@ -23,10 +23,10 @@ def train(words: tuple[str, ...]) -> None:
     CONFIG is a YAML file or a recipe (`raytrain-hpc recipes`); `raytrain-hpc config` lists the keys, and
     `raytrain-hpc config --print [CONFIG] [key=value ...]` shows what would be used and where it was set.
     """
-    from raytrain_hpc.config.loader import load_config
+    from raytrain_hpc.config.loader import load_command_line
 
     path, overrides = split_words(words)
-    train_and_summarize(load_config(path, overrides))
+    train_and_summarize(load_command_line(path, overrides))
 
 
 def train_and_summarize(config: Config, arguments: Mapping[str, Any] | None = None) -> None:

@@ -5,7 +5,8 @@ Every invalid setting is a one-line ConfigError with the setting's origin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,26 @@ def load_config(
 
     Raises ConfigError with key, value, origin and remedy for an unknown key, a wrong type or an invalid value.
     """
-    settings = list(_read_source(source))
-    settings += _read_dict(overrides) if isinstance(overrides, Mapping) else map(parse_override, overrides)
-    return build_config([*(parse_override(word)._replace(origin="") for word in defaults), *settings])
+    if isinstance(overrides, Mapping):
+        given = list(_read_dict(overrides))
+    else:
+        given = [parse_override(word, "load_config") for word in _check_words("overrides", overrides)]
+    words = [parse_override(word)._replace(origin="") for word in _check_words("defaults", defaults)]
+    return build_config([*words, *_read_source(source), *given])
+
+
+def load_command_line(source: str | None, words: Sequence[str], *, defaults: Sequence[str] = ()) -> Config:
+    """Load a config as `load_config` does. Errors say that `words` were given on the command line."""
+    given = [parse_override(word) for word in words]
+    return build_config(
+        [*(parse_override(word)._replace(origin="") for word in defaults), *_read_source(source), *given]
+    )
+
+
+def copy_config(config: Config) -> Config:
+    """Return a copy of a config. Raises ConfigError if the argument is something else, such as the name of a recipe."""
+    _check_config(config)
+    return deepcopy(config)
 
 
 def build_config(settings: list[Setting]) -> Config:
@@ -102,6 +120,7 @@ def complete_config(config: Config) -> None:
 
     Raises ConfigError.
     """
+    _check_config(config)
     validate_config(config)
     for key, f in get_fields().items():  # also what was assigned to attributes: the run's config.yaml has plain values
         section = getattr(config, key.partition(".")[0])
@@ -109,6 +128,24 @@ def complete_config(config: Config) -> None:
     config.run.dir = _complete_run_dir(config.run.dir, config.run.name)
     if config.run.init_from:
         config.run.init_from = make_absolute(config.run.init_from)
+
+
+def _check_config(config: object) -> None:
+    if not isinstance(config, Config):
+        source = repr(config) if isinstance(config, str | Mapping) else "..."
+        raise ConfigError("config", config, "", f"is not a Config; pass load_config({source})")
+
+
+def _check_words(name: str, words: object) -> Sequence[str]:
+    """Return a list of `key=value` words. Raises ConfigError for a single text, and for words of other types."""
+    if isinstance(words, str):
+        raise ConfigError(name, words, "load_config", f"needs a list of key=value words; write [{words!r}]")
+    if not isinstance(words, Iterable):
+        raise ConfigError(name, words, "load_config", 'needs a list of key=value words, such as ["train.steps=10"]')
+    for word in (given := list(words)):
+        if not isinstance(word, str):
+            raise ConfigError(name, word, "load_config", 'is not a key=value word; write "key=value"')
+    return given
 
 
 def _complete_run_dir(run_dir: str, name: str) -> str:
@@ -135,6 +172,9 @@ def _read_source(source: str | Path | Mapping[str, Any] | None) -> Iterator[Sett
     if isinstance(source, Mapping):
         yield from _read_dict(source)
         return
+    if not isinstance(source, str | Path):
+        remedy = "needs a file, the name of a recipe or a dict; pass words as load_config(None, words)"
+        raise ConfigError("source", source, "load_config", remedy)
     path, name = find_recipe(source)
     settings = list(read_yaml_file(path, name))
     if not any(setting.key == "run.name" for setting in settings):
@@ -150,22 +190,22 @@ def _read_dict(settings: Mapping[str, Any]) -> Iterator[Setting]:
             yield Setting(str(key), value, "dict")
 
 
-def parse_override(override: str) -> Setting:
+def parse_override(override: str, origin: str = "command line") -> Setting:
     """Return the setting of a `key=value` word. Raises ConfigError for another form, or if the value is no YAML."""
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise ConfigError(override, "", "command line", "is not a setting; write key=value")
+        raise ConfigError(override, "", origin, f"is not a setting; write {name or 'key'}=VALUE")
     name = name.strip()
     if name in TEXT_KEYS:
-        return Setting(name, _parse_text(name, text.strip()), "command line")
+        return Setting(name, _parse_text(name, text.strip(), origin), origin)
     try:
         value = yaml.safe_load(text) if text else ""
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise ConfigError(name, text, "command line", "not a YAML value; quote it") from error
-    return Setting(name, value, "command line")
+        raise ConfigError(name, text, origin, "not a YAML value; quote it") from error
+    return Setting(name, value, origin)
 
 
-def _parse_text(key: str, text: str) -> str:
+def _parse_text(key: str, text: str, origin: str) -> str:
     """Return the value of a text key: the text itself, since YAML reads "exp #1" as "exp", or what its quotes hold."""
     if text.startswith(("'", '"')):
         try:
@@ -173,7 +213,7 @@ def _parse_text(key: str, text: str) -> str:
         except yaml.YAMLError:
             return text  # quotes are a part of it
         return value if isinstance(value, str) else text
-    check_text(key, text, "command line")
+    check_text(key, text, origin)
     return text
 
 
@@ -261,8 +301,10 @@ __all__ = [
     "build_config",
     "complete_config",
     "config_to_yaml",
+    "copy_config",
     "get_key_docs",
     "list_settings",
+    "load_command_line",
     "load_config",
     "parse_override",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+from raytrain_hpc.config.schema import get_fields
 from raytrain_hpc.errors import ConfigError
 
 # Installed as package data; in a checkout, a link to conf/ at the top level.
@@ -19,11 +20,14 @@ def list_recipes() -> dict[str, Path]:
 def find_recipe(source: str | Path) -> tuple[Path, str]:
     """Return the YAML file that `source` names, by its path or as a recipe, and its name for messages.
 
-    An existing file wins over a recipe of the same name, a directory does not. Raises ConfigError if there is neither.
+    An existing file wins over a recipe of the same name, a directory does not. Raises ConfigError if there is neither,
+    and for a key.
     """
     path, recipes = Path(source), list_recipes()
     if path.exists() and not (path.is_dir() and str(source) in recipes):
         return path, str(path)
+    if str(source) in get_fields():
+        raise ConfigError(str(source), "", "", f"has no value; write {source}=VALUE")
     if str(source) in recipes:
         return recipes[str(source)], f"recipe {source}"
     remedy = "No such file or recipe; `raytrain-hpc recipes` lists all recipes"

@@ -284,7 +284,7 @@ class Config(Section):
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     origins: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Where each key was set ("conf/x.yaml:12", "command line"). Keys with their default are missing."""
+    """Where each key was set ("conf/x.yaml:12", "command line", "load_config"). Keys with their default are missing."""
     auto_choices: dict[str, list[Any] | None] = field(default_factory=dict, repr=False, compare=False)
     """Keys that the config leaves to the planner, with the values to choose from, or None for `auto`.
 
@@ -294,7 +294,7 @@ class Config(Section):
     """The settings that `loader.build_config` was given, before presets and references were resolved."""
 
     def origin(self, key: str) -> str:
-        """Return where a key was set ("conf/x.yaml:12", "command line"), or "" for a default."""
+        """Return where a key was set ("conf/x.yaml:12", "command line", "load_config"), or "" for a default."""
         return self.origins.get(key, "")
 
 

@@ -11,7 +11,6 @@ from raytrain_hpc.driver.root_cause import CONSEQUENCE, cascade_order
 from raytrain_hpc.driver.spare_audits import SpareAudits
 from raytrain_hpc.driver.stall_attribution import attribute_stall
 from raytrain_hpc.driver.worker_group import Worker
-from raytrain_hpc.elastic.failure_budget import FailureCount, ProgramError, count_failure
 from raytrain_hpc.elastic.fault_attribution import CollectiveCall, attribute_fault
 from raytrain_hpc.elastic.watchdog import Suspect
 from raytrain_hpc.errors import WorkerFailedError
@@ -56,14 +55,6 @@ def add_traceback(failure: WorkerFailedError, outcome: GenerationOutcome) -> Wor
 def is_error_of_all_ranks(failures: Failures, world_size: int) -> bool:
     """Return whether every rank raised an exception of the user's code."""
     return len(failures) == world_size and all(failure.is_program_error for failure in failures.values())
-
-
-def count_worker_failure(
-    count: FailureCount, failure: WorkerFailedError, step: int, *, has_trained: bool
-) -> FailureCount:
-    """Return the count after a failure when `step` steps are committed. `has_trained`: one of them by this start."""
-    error = ProgramError(failure.reason, failure.is_on_all_ranks, step, has_trained)
-    return count_failure(count, failure.kind, step, error if failure.is_program_error else None)
 
 
 def attribute_out_of_step(

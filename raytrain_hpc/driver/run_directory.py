@@ -196,6 +196,20 @@ def _download(run_dir: str | Path, alarm: Callable[[str], None], working_path: P
     return directory
 
 
+def check_holds_run(directory: RunDirectory) -> None:
+    """Raise RunDirectoryError, with what the directory is instead, if no run has written its settings there."""
+    if directory.config.exists():
+        return
+    location = directory.location
+    if isinstance(location, Path) and not location.exists():
+        problem = "no such run directory; give the run.dir of a run"
+    elif (location / "sweep.json").is_file():
+        problem = "a sweep, not a run; name one of the run directories of its trials, which are in it"
+    else:
+        problem = "no run directory, as it has no config.yaml; give the run.dir of a run"
+    raise RunDirectoryError(f"{location}: {problem}")
+
+
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in a file, one per line, except damaged lines. A file that does not exist has none."""
     if not path.exists():

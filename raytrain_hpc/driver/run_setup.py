@@ -20,11 +20,12 @@ from raytrain_hpc.config.model_spec import ModelSpec, resolve_model_spec
 from raytrain_hpc.config.parameter_groups import check_patterns
 from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
-from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset, open_dataset
+from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset
 from raytrain_hpc.data.dataset.storage import is_remote
 from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset, SampleStream
+from raytrain_hpc.driver.dataset_opening import open_configured_dataset
 from raytrain_hpc.driver.resume_check import check_resumable
 from raytrain_hpc.driver.run_directory import RunDirectory, open_run_directory, read_run_directory
 from raytrain_hpc.errors import (
@@ -142,8 +143,7 @@ def prepare_run(config: Config, custom: CustomModel | Script | None, warn: Calla
     directory = open_run_directory(make_absolute(config.run.dir), warn)
     store = CheckpointStore(directory.checkpoints)
     _check_directory(config, directory, store, warn)
-    vocab_size = None if config.model.vocab_size == "auto" else int(config.model.vocab_size)
-    dataset = _get_own_dataset(custom) or open_dataset(config.data, vocab_size=vocab_size, seed=config.run.seed)
+    dataset = _get_own_dataset(custom) or open_configured_dataset(config)
     model_spec = resolve_model_spec(config.model, vocab_size=dataset.vocab_size, seq_len=config.train.seq_len)
     check_optimizer(config, custom)
     _check_group_patterns(config, custom, model_spec)

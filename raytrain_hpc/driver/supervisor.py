@@ -21,7 +21,6 @@ from raytrain_hpc.driver.checkpoint_finder import CheckpointFinder, ResumePoint
 from raytrain_hpc.driver.checkpoint_sampler import CheckpointSampler
 from raytrain_hpc.driver.deadline_monitor import DeadlineMonitor
 from raytrain_hpc.driver.driver_callbacks import start_driver_callbacks
-from raytrain_hpc.driver.failure_explanation import count_worker_failure
 from raytrain_hpc.driver.finished_run import find_pending_eval_metrics, find_step_metrics, load_finished_run
 from raytrain_hpc.driver.incident_log import IncidentLog
 from raytrain_hpc.driver.job_deadline import find_deadline
@@ -37,7 +36,7 @@ from raytrain_hpc.driver.run_setup import PreparedRun, make_paths_absolute, prep
 from raytrain_hpc.driver.saved_state import SavedState, recall_missed_metrics
 from raytrain_hpc.driver.worker_target import WorkerTarget
 from raytrain_hpc.elastic.deadline import Deadline, assume_save_s
-from raytrain_hpc.elastic.failure_budget import FailureCount, find_exceeded_limit
+from raytrain_hpc.elastic.failure_budget import FailureCount, count_worker_failure, find_exceeded_limit
 from raytrain_hpc.elastic.recovery import Membership
 from raytrain_hpc.elastic.state_partition import plan_replication_pairs
 from raytrain_hpc.errors import (

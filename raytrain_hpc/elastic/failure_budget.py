@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from raytrain_hpc.config.schema import AUTO, Config
+from raytrain_hpc.errors import WorkerFailedError
 
 PREEMPTED = "preempted"  # kind of a failure on a node whose removal was announced
 _REMEDY = "another attempt would raise it again: correct the code, then repeat the command"
@@ -51,6 +52,14 @@ def count_failure(count: FailureCount, kind: str, step: int, error: ProgramError
         error,
         "" if error is None else explain_lasting_error(count.last_error, error),
     )
+
+
+def count_worker_failure(
+    count: FailureCount, failure: WorkerFailedError, step: int, *, has_trained: bool
+) -> FailureCount:
+    """Return the count after a failure when `step` steps are committed. `has_trained`: one of them by this start."""
+    error = ProgramError(failure.reason, failure.is_on_all_ranks, step, has_trained)
+    return count_failure(count, failure.kind, step, error if failure.is_program_error else None)
 
 
 def explain_lasting_error(previous: ProgramError | None, error: ProgramError) -> str:

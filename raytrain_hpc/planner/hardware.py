@@ -199,14 +199,12 @@ def get_preset_name(text: str) -> str:
 def _apply_overrides(text: str, presets: Mapping[str, _Preset], key: str, fields: Sequence[str]) -> _Preset:
     preset = presets.get(get_preset_name(text))
     if preset is None:
-        raise ConfigError(key, text, "command line", f"known: {', '.join(presets)}")
+        raise ConfigError(key, text, "plan", f"known: {', '.join(presets)}")
     overrides: dict[str, Any] = {}
     for override in text.lower().split(",")[1:]:
         name, _, value = override.partition("=")
         if name not in fields:
-            raise ConfigError(
-                key, text, "command line", f"{name!r} is not a field of {key}; use one of: {', '.join(fields)}"
-            )
+            raise ConfigError(key, text, "plan", f"{name!r} is not a field of {key}; use one of: {', '.join(fields)}")
         overrides[name] = _parse_positive(value, key, text)
     return replace(preset, **overrides)
 
@@ -217,5 +215,5 @@ def _parse_positive(value: str, key: str, text: str) -> float:
     except ValueError:
         number = nan
     if not 0 < number < inf:
-        raise ConfigError(key, text, "command line", f"{value!r} must be a number above 0")
+        raise ConfigError(key, text, "plan", f"{value!r} must be a number above 0")
     return number

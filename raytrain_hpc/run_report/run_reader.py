@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raytrain_hpc.driver.run_directory import RunDirectory, read_json_lines, read_run_directory
+from raytrain_hpc.driver.run_directory import RunDirectory, check_holds_run, read_json_lines, read_run_directory
 from raytrain_hpc.errors import RunDirectoryError
 from raytrain_hpc.observability.kernel_summary import KernelSummary
 from raytrain_hpc.observability.profiler import KERNELS_SUFFIX
@@ -61,8 +61,7 @@ class RunRecord:
 def read_run(run: str | Location | RunDirectory) -> RunRecord:
     """Read the directory of a finished or a running run. Raises RunDirectoryError if it is no run directory."""
     directory = run if isinstance(run, RunDirectory) else read_run_directory(run)
-    if not directory.config.exists():
-        raise RunDirectoryError(f"{directory.location}: no run directory, as it has no config.yaml")
+    check_holds_run(directory)
     try:
         config = yaml.safe_load(directory.config.read_text()) or {}
     except (OSError, yaml.YAMLError) as error:

@@ -222,9 +222,34 @@ WRONG = [
     train("more workers than sequences", "cluster.workers=13", "train.global_batch_size=12", "at least 13 sequences"),
     train("a profiler not installed", "profiler.name=pyinstrument", "pip install", without="pyinstrument"),
     train("no GPU here", "cluster.device=cuda", "cluster.device=cuda", "use cluster.device=cpu"),
-    train("missing dataset", "data.path={dir}/nowhere", "{dir}/nowhere", "raytrain-hpc prepare"),
-    train("no dataset there", "data.path={dir}/folder", "{dir}/folder", "raytrain-hpc prepare"),
-    train("text instead of a dataset", "data.path={dir}/text.txt", "{dir}/text.txt", "raytrain-hpc prepare"),
+    train(
+        "missing dataset",
+        "data.path={dir}/nowhere",
+        "data.path='{dir}/nowhere' (command line): no such directory",
+        "`raytrain-hpc prepare TEXT --out {dir}/nowhere`",
+    ),
+    train(
+        "no dataset there",
+        "data.path={dir}/folder",
+        "data.path='{dir}/folder' (command line): not a prepared dataset",
+        "`raytrain-hpc prepare {dir}/folder --out {dir}/folder-tokens`",
+    ),
+    train(
+        "text instead of a dataset",
+        "data.path={dir}/text.txt",
+        "data.path='{dir}/text.txt'",
+        "`raytrain-hpc prepare {dir}/text.txt --out {dir}/text-tokens`",
+    ),
+    train("key without a value", "train.steps", "train.steps='' (command line)", "write train.steps=VALUE"),
+    train("key and value as two words", "train.steps 10", "train.steps=''", "write train.steps=10"),
+    Wrong(
+        "recipe whose data are missing",
+        "train shakespeare_char cluster.workers=0 run.dir={dir}/new",
+        (
+            "data.path='data/shakespeare_char' (recipe shakespeare_char:",
+            "`raytrain-hpc recipes shakespeare_char` shows",
+        ),
+    ),
     train("two kinds of data", "'data.sources=[{{path: x}}]'", "data.path", "not both"),
     train("weights that sum to zero", "data.path=stdlib 'data.sources=[{{path: a, weight: 0}}]'", "above 0"),
     train("negative weight", "data.path=stdlib 'data.sources=[{{path: a, weight: -1}}]'", "at least 0"),
@@ -391,6 +416,14 @@ WRONG = [
     Wrong("inspect: damaged", "inspect {dir}/flipped", ("{dir}/flipped/train-00000.arrow", "prepare the")),
     Wrong("generate: no run", "generate {dir}/nowhere", ("{dir}/nowhere", "no such run directory")),
     Wrong("generate: no checkpoint", "generate {dir}/damaged", ("{dir}/damaged", "train first")),
+    Wrong(
+        "generate: no such step", "generate {dir}/done --step 7", ("step=7: {dir}/done", "no checkpoint", "steps: 2")
+    ),
+    Wrong("status: no run", "status {dir}/nowhere", ("{dir}/nowhere: no such run directory", "run.dir of a run")),
+    Wrong("status: dataset", "status {dir}/chars", ("{dir}/chars: no run directory", "run.dir of a run")),
+    Wrong("status: sweep", "status {dir}/swept", ("{dir}/swept: a sweep", "run directories of its trials")),
+    Wrong("generate: sweep", "generate {dir}/swept", ("{dir}/swept: a sweep", "run directories of its trials")),
+    Wrong("report: sweep", "report {dir}/swept", ("{dir}/swept: a sweep", "run directories of its trials")),
     Wrong("generate: unknown character", "generate {dir}/done --prompt §", ("'§'", "only characters of the training")),
     Wrong("generate: damaged tokenizer", "generate {dir}/lost", ("{dir}/lost/tokenizer.json", "cannot be read")),
 ]
@@ -415,6 +448,8 @@ def build_inputs(root: Path) -> None:
     (root / "empty.txt").write_text("")
     (root / "rows.jsonl").write_text('{"body": "one"}\n{"text": "two"}\n')
     (root / "folder").mkdir()
+    (root / "swept").mkdir()
+    (root / "swept" / "sweep.json").write_text("{}")
     (root / "mixed").mkdir()
     (root / "mixed" / "a.txt").write_text(text)
     (root / "mixed" / "logo.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")

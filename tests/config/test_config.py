@@ -77,7 +77,7 @@ def test_overrides_win_over_file_and_file_over_base(tmp_path: Path) -> None:
     assert config.run.name == "top"
     assert config.origin("train.seq_len") == f"{tmp_path}/root.yaml:1"
     assert config.origin("train.steps") == f"{top}:1"
-    assert config.origin("run.seed") == "command line"
+    assert config.origin("run.seed") == "load_config"
     assert config.origin("data.path") == ""
 
 
@@ -196,7 +196,7 @@ def test_invalid_setting_is_a_one_line_error_with_key_origin_and_remedy(word: st
     error = expect_config_error(word)
     assert remedy in str(error)
     assert str(error).startswith(word.split("=")[0].split(".")[0])
-    assert "(command line)" in str(error) or error.key in ("lr_scheduler.base_batch_size",)
+    assert "(load_config)" in str(error) or error.key in ("lr_scheduler.base_batch_size",)
     assert error.exit_code == 2
 
 
@@ -205,13 +205,13 @@ def test_invalid_setting_is_a_one_line_error_with_key_origin_and_remedy(word: st
     [
         (
             "fault.inject=[{kind: nan}, {kind: kill, rank: -1}]",
-            "fault.inject[1].rank=-1 (command line): needs at least 0",
+            "fault.inject[1].rank=-1 (load_config): needs at least 0",
         ),
-        ("fault.inject=[{kind: nan, step: 0}]", "fault.inject[0].step=0 (command line): needs at least 1"),
-        ("fault.inject=[{kind: bitflip, bit: -3}]", "fault.inject[0].bit=-3 (command line): needs at least 0"),
-        ("data.sources=[{path: a, weight: -1}]", "data.sources[0].weight=-1.0 (command line): needs at least 0"),
-        ("data.sources=[{path: a, weight: .inf}]", "data.sources[0].weight=inf (command line): needs a finite number"),
-        ("data.stages=[{from_tokens: 0}]", "data.stages[0].from_tokens=0 (command line): needs more than 0"),
+        ("fault.inject=[{kind: nan, step: 0}]", "fault.inject[0].step=0 (load_config): needs at least 1"),
+        ("fault.inject=[{kind: bitflip, bit: -3}]", "fault.inject[0].bit=-3 (load_config): needs at least 0"),
+        ("data.sources=[{path: a, weight: -1}]", "data.sources[0].weight=-1.0 (load_config): needs at least 0"),
+        ("data.sources=[{path: a, weight: .inf}]", "data.sources[0].weight=inf (load_config): needs a finite number"),
+        ("data.stages=[{from_tokens: 0}]", "data.stages[0].from_tokens=0 (load_config): needs more than 0"),
     ],
 )
 def test_a_number_out_of_bounds_in_a_list_is_named(word: str, message: str) -> None:

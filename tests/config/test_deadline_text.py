@@ -29,7 +29,7 @@ def test_time_is_absolute() -> None:
 
 @pytest.mark.parametrize("text", ["3h30", "soon", "12:00:00", "1w", "-5", "0", "0m", "h", "", "2026-13-01", "3h 30m"])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^run.deadline='.*' \(command line\): needs a (duration|time)"):
+    with pytest.raises(ConfigError, match=r"^run.deadline='.*' \(load_config\): needs a (duration|time)"):
         load_config(None, [f"run.deadline={text}"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from raytrain_hpc.api import load_config, plan
+from raytrain_hpc.api import load_config, plan, run_script, start, train
 from raytrain_hpc.cli.recipes import format_expectation
 from raytrain_hpc.config.aliases import FOREIGN_NAMES, FORMER_KEYS, suggest_key
 from raytrain_hpc.config.fixed_settings import find_changed_setting
@@ -65,6 +66,31 @@ def test_wrong_dict_is_a_one_line_error(settings: dict[str, Any], message: str) 
     with pytest.raises(ConfigError) as error:
         load_config(settings)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        (lambda: load_config("quickstart", "train.steps=3"), "overrides='train.steps=3' (load_config): needs a list"),
+        (lambda: load_config("quickstart", [3]), "overrides=3 (load_config): is not a key=value word"),  # type: ignore[list-item]
+        (lambda: load_config("quickstart", 3), "overrides=3 (load_config): needs a list"),  # type: ignore[arg-type]
+        (lambda: load_config(["train.steps=3"]), "source=['train.steps=3'] (load_config): needs a file"),  # type: ignore[arg-type]
+        (
+            lambda: load_config(None, ["train.steps"]),
+            "train.steps='' (load_config): is not a setting; write train.steps=",
+        ),
+        (lambda: load_config("train.steps"), "train.steps='': has no value; write train.steps=VALUE"),
+        (lambda: load_config(None, ["train.stps=3"]), "train.stps=3 (load_config): no such key"),
+        (lambda: train("quickstart"), "config='quickstart': is not a Config; pass load_config('quickstart')"),  # type: ignore[arg-type]
+        (lambda: start("quickstart"), "config='quickstart': is not a Config"),  # type: ignore[arg-type]
+        (lambda: plan("quickstart"), "config='quickstart': is not a Config"),  # type: ignore[arg-type]
+        (lambda: run_script("quickstart", "x.py"), "config='quickstart': is not a Config"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_argument_is_a_one_line_error(load: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load()
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 
 def test_sections_refuse_attributes_that_are_no_keys() -> None:

@@ -44,7 +44,7 @@ def test_chosen_interface_must_exist_and_have_an_address(interfaces: None) -> No
     assert choose_interface(make_config("ib0"), "10.0.0.7") == "ib0"
     assert choose_interface(make_config("ib0,eth0"), "10.0.0.7") == "ib0,eth0"
     for name in ("ib1", "bare0", "ib0,ib1", ""):
-        with pytest.raises(ConfigError, match=r"interface='.*' \(command line\): .*; it has eth0, ib0, lo$"):
+        with pytest.raises(ConfigError, match=r"interface='.*' \(load_config\): .*; it has eth0, ib0, lo$"):
             check_interface(make_config(name))
 
 

@@ -120,7 +120,7 @@ def test_other_server_is_named_in_bounded_time(name: str, monkeypatch: pytest.Mo
             check_address(load_config(None, [f"cluster.address=127.0.0.1:{port}"]))
         assert time.monotonic() - began < 5
     text = str(error.value)
-    assert text.startswith(f"cluster.address=127.0.0.1:{port} (command line): ") and expected in text
+    assert text.startswith(f"cluster.address=127.0.0.1:{port} (load_config): ") and expected in text
     assert "start Ray with `ray start --head`" in text and "6379" in text and "\n" not in text
 
 

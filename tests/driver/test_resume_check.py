@@ -49,16 +49,16 @@ def run_dir(finished_run: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("optimizer.lr=0.02", ("optimizer.lr=0.02 (command line)", "trained with 0.01", "run.init_from=")),
+        ("optimizer.lr=0.02", ("optimizer.lr=0.02 (load_config)", "trained with 0.01", "run.init_from=")),
         ("lr_scheduler.min_lr=0.005", ("lr_scheduler.min_lr=0.005", "trained with 0.001")),
         ("optimizer.name=sgd", ("optimizer.name='sgd'", "'adamw'")),
         ("train.dtype=bf16", ("train.dtype='bf16'", "'fp32'")),
         ("train.global_batch_size=24", ("train.global_batch_size=24", "trained with 12")),
         ("train.seq_len=8", ("train.seq_len=8", "trained with 16")),
         ("run.seed=3", ("run.seed=3", "1337")),
-        ("model.num_layers=3", ("model.num_layers=3 (command line)", "trained with 2")),
+        ("model.num_layers=3", ("model.num_layers=3 (load_config)", "trained with 2")),
         ("model.dropout=0.5", ("model.dropout=0.5", "trained with 0.0")),
-        ("train.steps=3", ("train.steps=3 (command line)", "at step 4")),
+        ("train.steps=3", ("train.steps=3 (load_config)", "at step 4")),
         ("run.resume=never", ("run.resume=never", "already holds a run")),
     ],
 )

@@ -65,7 +65,7 @@ def test_custom_module_reports_a_wrong_key_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "custom_module.py"), "train.lrr=1"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert process.returncode != 0
-    assert process.stderr.splitlines()[-1].startswith("error: train.lrr=1 (command line): no such key")
+    assert process.stderr.splitlines()[-1].startswith("error: train.lrr=1 (load_config): no such key")
     assert "Traceback" not in process.stderr
 
 

@@ -229,7 +229,7 @@ def get_offload_error(directory: Path, parameters: int) -> str:
     with pytest.raises(OffloadError) as error:
         make_moment_storage(config, 3, {"w": torch.empty(1).expand(parameters)}, KINDS)
     message = str(error.value)
-    assert message.startswith(f"parallel.offload_dir='{directory}' (command line): ") and "\n" not in message
+    assert message.startswith(f"parallel.offload_dir='{directory}' (load_config): ") and "\n" not in message
     assert "rank 3 needs" in message and "choose a directory on another disk" in message
     return message
 

@@ -45,7 +45,7 @@ def test_ray_clusters_with_other_gpus_are_refused_in_one_line(name: str) -> None
     with pytest.raises(ConfigError) as refused:
         resolve_auto_layout(run, 1, cluster, print)
     message = str(refused.value)
-    assert message.startswith("train.dtype='float8' (command line): ") and name in message
+    assert message.startswith("train.dtype='float8' (load_config): ") and name in message
     assert message.endswith("use bf16") and "\n" not in message
     run = prepare_run(make_small_config(None, "train.dtype=bf16"), None, print)
     assert resolve_auto_layout(run, 1, cluster, print).config.train.dtype == "bf16"

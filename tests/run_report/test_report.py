@@ -195,7 +195,7 @@ def test_report_of_a_run_with_missing_files(tmp_path: Path) -> None:
         (run / name).unlink()
     _, text = parse_page(rt.report([run]))
     assert "no result yet" in text and "0/6" in text
-    with pytest.raises(RunDirectoryError, match="no run directory"):
+    with pytest.raises(RunDirectoryError, match="no such run directory"):
         rt.report([tmp_path / "nowhere"])
     with pytest.raises(RunDirectoryError, match="cannot be written"):
         rt.report([run], tmp_path / "no such" / "page.html")
@@ -268,7 +268,7 @@ def test_status_reads_the_run_directory(tmp_path: Path) -> None:
     assert lines[2].startswith("step 6/6  loss 1.333  lr 1.0e-3") and lines[2].endswith("ago)")
     assert lines[4] == "incidents  1; last: rank 1 died at step 4, recovered in 0.21 s"
     done = CliRunner().invoke(main, ["status", str(tmp_path / "nowhere")])
-    assert done.exit_code == 2 and "no run directory" in done.output
+    assert done.exit_code == 2 and "no such run directory" in done.output
 
 
 def test_notebook_view_is_well_formed_and_self_contained(tmp_path: Path) -> None:
