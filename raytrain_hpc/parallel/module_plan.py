@@ -129,6 +129,11 @@ def _shard(owner: nn.Module, attribute: str, name: str, dim: int, ranges: list[r
     shards.shard_specs[name] = ShardSpec.from_ranges(name, tuple(parameter.shape), dim, ranges)
 
 
+def _is_too_small(size: int, axis: Axis) -> bool:
+    """Return whether a rank would have nothing of a layer that is split unevenly: it then stays whole on all ranks."""
+    return size < axis.size
+
+
 def _get_range(size: int, axis: Axis, name: str) -> range:
     if size % axis.size:
         raise ModelError(f"plan: {name} has {size} channels, which parallel.tp={axis.size} does not divide")
@@ -181,6 +186,8 @@ def _apply_colwise_gather_output(module: nn.Module, name: str, axis: Axis, shard
     """Shard rows unevenly if necessary, such as those of a head with a vocabulary of any size."""
     linear = _require(module, nn.Linear, name, "colwise_gather_output")
     size = linear.out_features
+    if _is_too_small(size, axis):
+        return
     _shard_linear_rows(linear, name, [axis.get_local_range(size)], shards)
     _reduce_input_gradient(linear, axis)
     linear.register_forward_hook(lambda module, inputs, output: all_gather_output(output, axis, size))
@@ -243,6 +250,8 @@ class _RowParallelEmbedding(nn.Embedding):
 
 def _apply_embedding_rowwise(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
     embedding = _require(module, nn.Embedding, name, "embedding_rowwise")
+    if _is_too_small(embedding.num_embeddings, axis):
+        return
     rows = axis.get_local_range(embedding.num_embeddings)
     if embedding.max_norm is not None or embedding.scale_grad_by_freq:
         raise ModelError(f"plan[{name!r}]: max_norm and scale_grad_by_freq need the whole table; leave the layer out")
@@ -256,6 +265,8 @@ def _apply_embedding_rowwise(module: nn.Module, name: str, axis: Axis, shards: P
 def _apply_embedding_colwise(module: nn.Module, name: str, axis: Axis, shards: PlannedShards) -> None:
     embedding = _require(module, nn.Embedding, name, "embedding_colwise")
     size = embedding.embedding_dim
+    if _is_too_small(size, axis):
+        return
     _shard(embedding, "weight", f"{name}.weight", 1, [axis.get_local_range(size)], shards)
     embedding.register_forward_hook(lambda module, inputs, output: all_gather_output(output, axis, size))
 

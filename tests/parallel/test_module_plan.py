@@ -157,6 +157,31 @@ def test_mistakes_in_a_plan_are_named(pool: WarmPool, plan: dict[str, str], mess
         run_steps(pool, LAYOUTS["tp2"], plan=plan)
 
 
+class SmallTables(nn.Module):
+    """A model with layers that have fewer rows or channels than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.types, self.kinds = nn.Embedding(VOCABULARY, 24), nn.Embedding(2, 24), nn.Embedding(4, 2)
+        self.lift, self.narrow, self.head = nn.Linear(2, 24), nn.Linear(24, 2), nn.Linear(2, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.types(tokens % 2) + self.lift(self.kinds(tokens % 4))
+        return self.head(torch.tanh(self.narrow(x)))
+
+
+def build_small_tables(config: Config) -> nn.Module:
+    return SmallTables()
+
+
+@pytest.mark.parametrize("words", [LAYOUTS["tp3"], ["cluster.workers=6", "parallel.tp=3", "parallel.zero=3"]])
+def test_layers_with_fewer_rows_than_ranks_stay_whole(pool: WarmPool, words: list[str]) -> None:
+    plan = {"table": "embedding_rowwise", "types": "embedding_rowwise", "kinds": "embedding_colwise"}
+    plan["narrow"] = "colwise_gather_output"
+    expected = run_steps(pool, [], build_small_tables, None)
+    assert run_steps(pool, words, build_small_tables, plan) == [pytest.approx(step, rel=1e-11) for step in expected]
+
+
 def test_uneven_channels_are_refused(pool: WarmPool) -> None:
     with pytest.raises(
         RankFailedError, match="plan: blocks.0.down has 36 channels, which parallel.tp=5 does not divide"
