@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.errors import ModelError
 from raytrain_hpc.parallel.computation_trace import ComputationTracer, ContributionTrace, describe_gradients
 from raytrain_hpc.parallel.ddp import AllReduceBucket, DDPSync, GradientBucket
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
@@ -45,8 +47,12 @@ def apply_data_parallel(
     Call last: it needs the final parameters. `blocks`: the units of sharding of each stage. `expert_mesh`: the ranks
     that share an expert, None without expert parallelism. `reduction_orders`: fix the order of gradient additions
     (train.deterministic=elastic), None leaves it unspecified. `weight_grad_store`: of schedules that split backward
-    passes. `weight_copies`: gets copies if there are to be any. `tracer`: traces gradients whose order is fixed.
+    passes. `weight_copies`: gets copies if there are to be any. `tracer`: traces gradients whose order is fixed. Raises
+    ModelError for a parameter that ZeRO cannot shard.
     """
+    if config.parallel.zero:  # on one rank too: the run may grow
+        for module in stages.values():
+            _make_shardable(module, config.parallel.zero)
     replica_group = mesh["copies"].get_group() if mesh is not None and layout.num_state_replicas > 1 else None
     bucket_mib = config.parallel.bucket_mib
     expert_names = set() if expert_mesh is None else set(get_expert_parameters(stages.values()))
@@ -136,6 +142,26 @@ def _apply_fsdp(
         source_gradients=source_gradients,
         tracer=tracer,
     )
+
+
+def _make_shardable(module: nn.Module, zero_stage: int) -> None:
+    """Make the parameters of a user's module contiguous. Raises ModelError for those that FSDP2 cannot shard."""
+    named = dict(module.named_parameters())
+    storages = Counter(parameter.untyped_storage().data_ptr() for parameter in named.values() if not parameter.is_meta)
+    for name, parameter in named.items():
+        if parameter.ndim == 0:
+            raise ModelError(
+                f"parallel.zero={zero_stage}: parameter {name!r} of the model has no dimensions, so that it cannot be "
+                "sharded; give it the shape [1], as in nn.Parameter(torch.ones(1)), or set parallel.zero=0"
+            )
+        if parameter.is_contiguous():
+            continue
+        if storages[parameter.untyped_storage().data_ptr()] > 1:
+            raise ModelError(
+                f"parallel.zero={zero_stage}: parameter {name!r} of the model is a view of memory that another "
+                "parameter has too; use one nn.Parameter in both places, or set parallel.zero=0"
+            )
+        parameter.data = parameter.data.contiguous()
 
 
 def _copy_weights(module: nn.Module, weight_copies: WeightCopies, config: Config, layout: Layout) -> None:

@@ -19,7 +19,7 @@ from raytrain_hpc.runtime.worker_spec import CustomModel
 from raytrain_hpc.training.builder import build_trainer
 from raytrain_hpc.training.trainer import Trainer
 from tests.training.normalized_bigram import NormalizedBigram
-from tests.warm_pool import WarmPool, get_step_metrics, make_small_config, make_worker_spec
+from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config, make_worker_spec
 
 EXACT = ["train.dtype=fp64", "optimizer.lr=1e-2"]
 
@@ -167,6 +167,59 @@ def test_a_batch_without_targets_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(evaluator.eval_sets[""], "get_batch", without_targets(evaluator.eval_sets[""].get_batch))
     with pytest.raises(DataError, match=r"no token of the validation set counts.*train.seq_len"):
         evaluator.evaluate()
+
+
+class ViewedBigram(nn.Module):
+    """A bigram model with weights that are views, and a scale with or without dimensions."""
+
+    def __init__(self, scale: tuple[int, ...], *, is_tied: bool = False):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 8), nn.Linear(8, 64, bias=False)
+        self.head.weight = nn.Parameter(torch.randn(8, 64).T)
+        if is_tied:
+            self.table.weight = nn.Parameter(self.head.weight.detach())
+        self.scale = nn.Parameter(torch.full(scale, 0.5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(tokens)) * self.scale)
+
+
+def train_viewed(pool: WarmPool, module: Any, *words: str) -> list[tuple[float, float]]:
+    custom = CustomModel(module, custom_module.loss)
+    records = pool.train(make_small_config(None, "train.micro_batch_size=2", "train.steps=3", *words), custom=custom)
+    return [(step["train/loss"], step["train/grad_norm"]) for step in get_step_metrics(records[0])]
+
+
+def build_viewed(config: rt.Config) -> nn.Module:
+    return ViewedBigram((1,))
+
+
+def build_with_scalar(config: rt.Config) -> nn.Module:
+    return ViewedBigram(())
+
+
+def build_tied_by_a_view(config: rt.Config) -> nn.Module:
+    return ViewedBigram((1,), is_tied=True)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_parameters_that_are_not_contiguous_are_sharded(pool: WarmPool, zero: int) -> None:
+    expected = train_viewed(pool, build_viewed, "train.dtype=fp64")
+    steps = train_viewed(pool, build_viewed, "train.dtype=fp64", "cluster.workers=2", f"parallel.zero={zero}")
+    assert steps == [pytest.approx(step, rel=1e-11) for step in expected]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (build_with_scalar, r"parallel.zero=3: parameter 'scale' of the model has no dimensions.*set parallel.zero=0"),
+        (build_tied_by_a_view, r"parallel.zero=3: parameter 'table.weight' of the model is a view of memory"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parameters_that_cannot_be_sharded_are_named(pool: WarmPool, module: Any, message: str, workers: int) -> None:
+    with pytest.raises(RankFailedError, match=message):
+        train_viewed(pool, module, f"cluster.workers={workers}", "parallel.zero=3")
 
 
 class NormalizedBlock(nn.Module):
