@@ -184,6 +184,7 @@ def _restore_state(
     # All groups exist.
     peer_info = exchange_peer_info(index, source_state.to_index(), context, peers.handles)
     store = CheckpointStore(parse_location(spec.config.run.dir) / "checkpoints")
+    peer_info = callback_state.agree_on_sources(source_state, peer_info, context.world_group)
     restore_state(spec, context, state, source_state, peer_info, store)
     callback_state.sync(context.world_group, context.device)
     callback_state.restore()

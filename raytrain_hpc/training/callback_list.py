@@ -114,6 +114,12 @@ class CallbackList:
                 for call in calls:
                     call(*arguments)
 
+    def get_own_requests(self) -> CallbackRequests:
+        """Return the requests of this rank that are not agreed on yet."""
+        control = self.control
+        flags = (control.save_requested, control.evaluate_requested, control.stop_requested)
+        return CallbackRequests(*flags, tuple(sorted(control.labels)))
+
     def agree_requests(self, *, always: bool = False) -> CallbackRequests:
         """Return and clear the requests of all ranks, and drop callbacks that have failed on any.
 
@@ -121,13 +127,12 @@ class CallbackList:
 
         This project's own callbacks request the same on every rank, so a run without others communicates nothing.
         """
-        control = self.control
-        flags = (control.save_requested, control.evaluate_requested, control.stop_requested)
-        requests = CallbackRequests(*flags, tuple(sorted(control.labels)))
-        control.clear()
+        requests = self.get_own_requests()
+        self.control.clear()
         group = self._parallel_context.world_group
         if not (self.user or always) or group is None:
             return requests
+        flags = requests.save, requests.evaluate, requests.stop
         values = [*flags, bool(requests.labels), *(callback in self.dropped for callback in self.user)]
         counts = torch.tensor(values, dtype=torch.float64, device=self._parallel_context.device)
         dist.all_reduce(counts, group=group)

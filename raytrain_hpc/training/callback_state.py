@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytrain_hpc.callbacks.callback import Callback, ParameterState
+from raytrain_hpc.distributed.handshake import PeerInfo
 from raytrain_hpc.errors import CallbackError
 from raytrain_hpc.parallel.parallelize import ParallelModel
+from raytrain_hpc.state.shard_index import StateIndex
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
 from raytrain_hpc.training.callback_list import CallbackRequests, get_callback_name
 from raytrain_hpc.training.state_builder import ParameterSlice
@@ -26,10 +28,26 @@ _PLAIN_TYPES = (int, float, str, bool, type(None))
 
 @dataclass
 class PendingRequests:
-    """Requests of callbacks after `step`, part of the state: a recovery to this step carries them out again."""
+    """Requests of callbacks after `step`, part of the state: a recovery to this step carries them out again.
+
+    `is_agreed`: they are those of all ranks; otherwise those of this rank. `num_evaluations`: evaluations of this step
+    whose effects on callbacks are part of the state. `eval_metrics`: what the last one has added to the metrics.
+    """
 
     step: int = -1
     requests: CallbackRequests = field(default_factory=CallbackRequests)
+    is_agreed: bool = True
+    num_evaluations: int = 0
+    eval_metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What orders the states of ranks that a fault has found at different points of the same step."""
+        return self.step, self.num_evaluations
+
+    def count_evaluations(self, step: int) -> int:
+        """Return `num_evaluations` if these are the requests after `step`, otherwise 0."""
+        return self.num_evaluations if self.step == step else 0
 
 
 class CallbackState:
@@ -41,6 +59,7 @@ class CallbackState:
         `dropped`: the optional callbacks that have failed on any rank, as the list of callbacks keeps them.
         """
         self.pending, self._dropped = PendingRequests(), dropped
+        self._agreed: PendingRequests | None = None  # by `agree_on_sources`, for the next `restore`
         self._plain_values: dict[str, Any] = {}
         self._kept: dict[str, list[Tensor]] = {}  # copies of the tensors of optional callbacks, to put back
         self._callbacks = _name_callbacks(callbacks)
@@ -108,10 +127,40 @@ class CallbackState:
         if self._callbacks:
             self._write_values({"callbacks": values, "pending": self._pending_to_json()})
 
+    def agree_on_sources(
+        self, source_state: ShardedState, peer_info: PeerInfo, group: dist.ProcessGroup | None
+    ) -> PeerInfo:
+        """Agree on the version of a step in memory, and on its requests; return `peer_info` without older versions.
+
+        Collective if there are callbacks. Call before the state is restored. `source_state`: this rank's, whose indexes
+        `peer_info` has. At a fault, one rank can have seen the end of an evaluation, with what callbacks changed then,
+        and another one not. Ranks may not have agreed on their requests either: those of all count, and one that has
+        agreed knows also those of ranks that are lost.
+        """
+        if not self._callbacks or group is None:
+            return peer_info
+        own = next((_read_pending(shard.tensor) for shard in source_state if shard.name == VALUES), None)
+        gathered: list[PendingRequests | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, own, group=group)
+        newest = max((pending.progress for pending in gathered if pending is not None), default=None)
+        candidates = [pending for pending in gathered if pending is not None and pending.progress == newest]
+        agreed = next((pending for pending in candidates if pending.is_agreed), None)
+        if agreed is None and candidates:
+            requests = CallbackRequests()
+            for pending in candidates:
+                requests = requests.union(pending.requests)
+            agreed = replace(candidates[0], requests=requests, is_agreed=True)
+        self._agreed = agreed
+        indexes = [
+            index if pending is None or pending.progress == newest else StateIndex()
+            for index, pending in zip(peer_info.source_indexes, gathered, strict=True)
+        ]
+        return replace(peer_info, source_indexes=indexes)
+
     def sync(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Give all ranks the replicated state of rank 0. Collective. Call before `restore`.
 
-        At a fault, one rank can have seen the end of an evaluation and another not.
+        At a fault, one rank can have dropped an optional callback that has failed on it, and another not.
         """
         if self._callbacks and group is not None:
             for tensor in (self._values, *self._tensors.values()):
@@ -124,9 +173,9 @@ class CallbackState:
 
         A callback that the state does not know keeps its initial state: in a fresh run, and if it was added later.
         """
-        text = bytes(self._values.numpy()).rstrip(b"\0").decode()
-        saved = json.loads(text) if text else {}
-        self.pending = _pending_from_json(saved.get("pending"))
+        saved = _read_values(self._values)
+        self.pending = self._agreed or _pending_from_json(saved.get("pending"))
+        self._agreed = None
         for name, callback in self._callbacks.items():
             if name in saved.get("callbacks", {}):
                 tensors = {key: tensor for (owner, key), tensor in self._tensors.items() if owner == name}
@@ -137,6 +186,10 @@ class CallbackState:
     def get_outstanding_requests(self, step: int) -> CallbackRequests:
         """Return the requests that were made after `step` and not carried out when the state was captured."""
         return self.pending.requests if self.pending.step == step else CallbackRequests()
+
+    def get_eval_metrics(self, step: int) -> dict[str, Any]:
+        """Return the metrics of the evaluation of `step` whose effects on callbacks are part of the state, if any."""
+        return self.pending.eval_metrics if self.pending.step == step else {}
 
     def _list_tensors(self, name: str) -> list[Tensor]:
         """Return the tensors of a callback, replicated and per parameter."""
@@ -184,14 +237,37 @@ class CallbackState:
     def _pending_to_json(self) -> dict[str, Any]:
         pending, requests = self.pending, self.pending.requests
         flags = {"save": requests.save, "evaluate": requests.evaluate, "stop": requests.stop}
-        return {"step": pending.step, "labels": list(requests.labels), **flags}
+        return {
+            "step": pending.step,
+            "labels": list(requests.labels),
+            **flags,
+            "is_agreed": pending.is_agreed,
+            "num_evaluations": pending.num_evaluations,
+            "eval_metrics": pending.eval_metrics,
+        }
+
+
+def _read_values(values: Tensor) -> dict[str, Any]:
+    """Return all values that are no tensors; empty if there are none, as before the first `capture`."""
+    text = bytes(values.numpy()).rstrip(b"\0").decode()
+    return json.loads(text) if text else {}
+
+
+def _read_pending(values: Tensor) -> PendingRequests:
+    return _pending_from_json(_read_values(values).get("pending"))
 
 
 def _pending_from_json(values: Mapping[str, Any] | None) -> PendingRequests:
     if not values:
         return PendingRequests()
     requests = CallbackRequests(values["save"], values["evaluate"], values["stop"], tuple(values["labels"]))
-    return PendingRequests(values["step"], requests)
+    return PendingRequests(  # checkpoints of earlier versions have no other entries
+        values["step"],
+        requests,
+        values.get("is_agreed", True),
+        values.get("num_evaluations", 0),
+        values.get("eval_metrics", {}),
+    )
 
 
 def _name_callbacks(callbacks: Sequence[Callback]) -> dict[str, Callback]:

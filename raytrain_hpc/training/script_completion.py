@@ -107,17 +107,18 @@ class ScriptCompletion:
         self.callbacks.context.step = step
         self.callbacks.run("post_step", record)
         self.generators.capture()
-        requests, is_end, paused = self._carried, step == self.spec.end_step, totals.pause
+        is_end, paused = step == self.spec.end_step, totals.pause
         if self._is_save_requested:
             self.callbacks.control.save()
+        requests, is_agreed = self._carried.union(self.callbacks.get_own_requests()), False
         try:
             self.generators.sync()
-            requests = requests.union(self.callbacks.agree_requests(always=True))
+            requests, is_agreed = self._carried.union(self.callbacks.agree_requests(always=True)), True
             is_end = is_end or requests.stop
             paused = paused and not is_end
         finally:  # also if another rank has failed: this one has finished the step
             self.progress.requested_step = step if requests.save else 0
-            self.callback_state.capture(PendingRequests(step, requests))
+            self.callback_state.capture(PendingRequests(step, requests, is_agreed))
             self.script_state.capture()
             self.snapshots.after_step(step, before_pause=paused)
             self.control.record_commit(record)

@@ -189,6 +189,7 @@ class ScriptTrainer:
         peers = SnapshotPeers(spec, context.rank, self._snapshot_store, self.device, index)
         peer_info = exchange_peer_info(index, source_state.to_index(), context, peers.handles)
         store = CheckpointStore(parse_location(self._config.run.dir) / "checkpoints")
+        peer_info = callback_state.agree_on_sources(source_state, peer_info, context.world_group)
         restore_state(spec, context, state, source_state, peer_info, store)
         self._models.connect(peer_info.destination_indexes)
         if spec.start_step:

@@ -49,10 +49,20 @@ class StepCompletion:
             record["time/checkpoint_s"] = self._save(labels, publish=publish)
         if not evaluate:
             return None
+        known, step = set(record), self.callbacks.context.step
         is_complete = self._evaluate(record)
+        added = {key: value for key, value in record.items() if key not in known or key.startswith("val/")}
+        pending = PendingRequests(
+            step,
+            replace(self.callbacks.get_own_requests(), evaluate=not is_complete),
+            is_agreed=False,
+            num_evaluations=self.callback_state.pending.count_evaluations(step) + 1,
+            eval_metrics=added if is_complete else {},
+        )
+        self.callback_state.capture(pending)  # at once: it belongs to what callbacks have just changed
         requests = self.callbacks.agree_requests()
-        step = self.callbacks.context.step
-        self.callback_state.capture(PendingRequests(step, replace(requests, evaluate=not is_complete)))
+        pending = replace(pending, requests=replace(requests, evaluate=not is_complete), is_agreed=True)
+        self.callback_state.capture(pending)
         is_requested = requests.save or requests.stop or not is_complete
         if is_requested and not save:
             self.callbacks.run("pre_checkpoint_saved")

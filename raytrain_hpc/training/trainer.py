@@ -264,13 +264,14 @@ class Trainer:
             record["elastic/audited"] = int(self.audits.is_verified(step - 1))
         callbacks.context.step = step
         callbacks.run("post_step", record)
-        requests, is_end, pause = CallbackRequests(), step == end_step, result.requests.pause
+        requests = self.completion.add_last_evaluation(callbacks.get_own_requests())
+        is_agreed, is_end, pause = False, step == end_step, result.requests.pause
         try:
-            requests = self.completion.add_last_evaluation(callbacks.agree_requests())
+            requests, is_agreed = self.completion.add_last_evaluation(callbacks.agree_requests()), True
             is_end = is_end or requests.stop
             pause = pause and not is_end
         finally:  # also if another rank has failed: this one has finished the step
-            self.callback_state.capture(PendingRequests(step, requests))
+            self.callback_state.capture(PendingRequests(step, requests, is_agreed))
             self.snapshots.after_step(step, before_pause=pause)
             self.control.record_commit(record)
         stop = result.requests.stop and not is_end
@@ -300,6 +301,10 @@ class Trainer:
         self.callbacks.run("pre_train")
         requests = self.callbacks.agree_requests().union(self.callback_state.get_outstanding_requests(step))
         record = pending.eval_metrics or (pending.start_metrics or {"step": step} if requests.evaluate else None)
+        known = self.callback_state.get_eval_metrics(step)
+        if record is not None and known and not requests.evaluate:  # they were lost, and callbacks have seen them
+            self.metrics.emit_step(record | known)
+            record = None
         is_evaluated = record is None or "val/loss" in record
         save, evaluate = self._should_save_at_start(requests), record is not None
         if save:

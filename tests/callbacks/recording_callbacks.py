@@ -136,3 +136,50 @@ class FixedState(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._state, **({"rank": self.context.rank} if self._by_rank else {})}
+
+
+class PeerFailure(Callback):
+    """Fail in one hook of one rank at one step, as a collective does when another rank is lost."""
+
+    def __init__(self, hook: str, step: int, rank: int, priority: int = 0):
+        self._at, self.priority = (hook, step, rank), priority
+
+    def post_step(self, metrics: dict[str, Any]) -> None:
+        self._fail("post_step")
+
+    def post_eval(self, metrics: dict[str, Any]) -> None:
+        self._fail("post_eval")
+
+    def _fail(self, hook: str) -> None:
+        if (hook, self.context.step, self.context.rank) == self._at and self.context.generation == 1:
+            raise RuntimeError("Connection closed by peer")
+
+
+class EvaluationEffects(Callback):
+    """Change state of every kind, and the weights, after each evaluation."""
+
+    def __init__(self) -> None:
+        self.num_evaluations = 0
+        self.count = torch.zeros(1, dtype=torch.int64)
+
+    def on_generation_start(self) -> None:
+        self.counts = ParameterState({name: torch.zeros_like(w) for name, w in self.context.parameters.items()})
+
+    @torch.no_grad()
+    def post_eval(self, metrics: dict[str, Any]) -> None:
+        self.num_evaluations += 1
+        for tensor in (self.count, *self.counts.values()):
+            tensor += 1
+        for weight in self.context.parameters.values():
+            weight *= 1.125
+        metrics["val/count"] = self.num_evaluations
+
+    def close(self) -> None:
+        counts = {float(count) for tensor in self.counts.values() for count in (tensor.min(), tensor.max())}
+        self.context.log(f"end: {self.num_evaluations} {self.count.item()} {sorted(counts)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_evaluations": self.num_evaluations, "count": self.count, "counts": self.counts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_evaluations = state["num_evaluations"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Sequence
@@ -50,3 +51,40 @@ def train_with_changed_ranks(pool: WarmPool, directory: Path, *words: str) -> tu
     records = [record for rank, _, _, records in results if rank == 0 for record in records]
     losses, expected = ([step["train/loss"] for step in get_step_metrics(lines)] for lines in (records, undisturbed))
     return losses, expected
+
+
+def run_until_fault(rank: int, rendezvous: Any, spec: Any, fails_after_agreement: Sequence[int] = ()) -> Any:
+    """Train until a rank fails, in a process that keeps its state. Return the steps in memory.
+
+    `fails_after_agreement`: ranks that fail when ranks have agreed on requests of callbacks after step 3.
+    """
+    from raytrain_hpc.distributed.process_groups import destroy_process_groups
+    from raytrain_hpc.snapshot.memory_store import SnapshotStore
+
+    process_state = sys.modules.setdefault("state_kept_between_generations", types.ModuleType("process_state"))
+    process_state.memory = SnapshotStore()
+    with contextlib.suppress(RuntimeError):  # whose traceback keeps the groups alive, for which other ranks wait
+        _train_until_fault(rank, rendezvous, spec, process_state.memory, rank in fails_after_agreement)
+    destroy_process_groups()
+    process_state.memory.copy_live()
+    return process_state.memory.steps
+
+
+def _train_until_fault(rank: int, rendezvous: Any, spec: Any, memory: Any, fails_after_agreement: bool) -> None:
+    import torch
+
+    from raytrain_hpc.runtime.control_channel import ControlChannel
+    from raytrain_hpc.training.builder import build_trainer
+
+    trainer = build_trainer(spec, rank, torch.device("cpu"), rendezvous, ControlChannel(), None, memory)
+    callbacks = trainer.callbacks
+    agree_requests = callbacks.agree_requests
+
+    def agree_and_fail(**arguments: Any) -> Any:
+        requests = agree_requests(**arguments)
+        if callbacks.context.step == 3 and fails_after_agreement:
+            raise RuntimeError("Connection closed by peer")
+        return requests
+
+    callbacks.agree_requests = agree_and_fail  # type: ignore[method-assign]
+    trainer.run(spec.start_step, spec.end_step)
