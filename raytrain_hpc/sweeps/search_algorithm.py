@@ -66,9 +66,7 @@ class OptunaSearch:
         try:
             import optuna
         except ImportError as error:
-            raise MissingDependencyError(
-                f"--search {name}: needs optuna; run `pip install 'raytrain-hpc[sweep]'`"
-            ) from error
+            raise MissingDependencyError(f"--search {name}: needs optuna; run `pip install optuna`") from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # optuna would report every trial on stderr
         self._parameters, self._name, self._seed = parameters, name, seed
         self._distributions = {parameter.key: make_distribution(parameter) for parameter in parameters}

@@ -369,7 +369,7 @@ WRONG = [
     Wrong(
         "sweep: optuna not installed",
         "sweep run.dir={dir}/new --over optimizer.lr=1e-4..1e-2 --search tpe",
-        ("--search tpe", "pip install 'raytrain-hpc[sweep]'"),
+        ("--search tpe", "pip install optuna"),
         without="optuna",
     ),
     Wrong("prepare: missing input", "prepare {dir}/nowhere.txt --out {dir}/o", ("{dir}/nowhere.txt", "no such file")),

@@ -70,6 +70,29 @@ def test_commands_of_a_page(page: Path, workspace: Path, tmp_path: Path, monkeyp
                 raise AssertionError(f"{page.name}, line {block.line}: {command}: {error}") from error
 
 
+def test_pages_use_a_name_for_the_same_thing() -> None:
+    """Someone who follows several pages gets no dataset, run or model of another page."""
+    calls_by_name: dict[tuple[str, str], dict[str, list[list[str]]]] = {}
+    for page in PAGES:
+        commands = [command for block in read_blocks(page) for command in block.commands]
+        for arguments in (words for command in commands for words in list_program_calls(command)):
+            for target in find_targets(arguments):
+                calls_by_name.setdefault(target, {}).setdefault(page.name, []).append(arguments)
+    different = {
+        name: calls
+        for name, calls in calls_by_name.items()
+        if any(of_page != next(iter(calls.values())) for of_page in calls.values())
+    }
+    assert not different
+
+
+def find_targets(arguments: list[str]) -> list[tuple[str, str]]:
+    """Return the run or the directory that a command writes: (kind, name)."""
+    names = [("run", word.removeprefix("run.name=")) for word in arguments if word.startswith("run.name=")]
+    is_out = zip(arguments, arguments[1:], strict=False)
+    return names + [("directory", value) for option, value in is_out if option == "--out"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_the_text_of_a_page_exist(page: Path) -> None:
     wrong = []
