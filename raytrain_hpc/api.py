@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from raytrain_hpc.config.loader import complete_config, copy_config, load_config
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.driver.stop_signals import stop_on_signals
+from raytrain_hpc.driver.stop_signals import STOP_NOTICE, stop_on_signals
 from raytrain_hpc.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def train(
     stop, config = threading.Event(), copy_config(config)
     custom = _build_custom_model(config, model, loss, plan, dataset, val_dataset, collate_fn, lengths)
     supervisor = _build_supervisor(config, custom, callbacks, lr_schedule, quiet, stop)
-    with stop_on_signals(stop):
+    with stop_on_signals(stop, "" if quiet else STOP_NOTICE):
         return supervisor.run()
 
 
@@ -119,7 +119,7 @@ def run_script(
         raise ConfigError("SCRIPT", str(script), "run", "no such file; give the path of a Python script")
     stop = threading.Event()
     supervisor = Supervisor(config, Script(str(path), tuple(arguments)), Console(quiet=quiet), stop, callbacks)
-    with stop_on_signals(stop):
+    with stop_on_signals(stop, "" if quiet else STOP_NOTICE):
         return supervisor.run()
 
 

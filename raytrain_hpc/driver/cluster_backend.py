@@ -66,18 +66,19 @@ def open_ray_backend(
     config: Config,
     print_line: Callable[[str], None] = lambda line: None,
     stop_event: threading.Event | None = None,
+    print_notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[RayBackend]:
     """Connect to Ray, or start it, and yield the backend.
 
     Asks the autoscaler of a cluster that is too small for nodes, waits for them up to cluster.start_timeout or until
     `stop_event` is set, and prints what is missing; None: neither asks nor waits. Raises ClusterError if it stays too
-    small, before anything is written.
+    small, before anything is written. `print_notice`: see `connect_ray`.
     """
     # The store needs torch: import it while Ray and the workers start, which takes as long.
     with block_sigterm():  # or this thread would receive it in the place of the main thread, while Ray's handler is set
         threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     num_workers = get_fixed_world_size(config) or max(DEFAULT_CPU_WORKERS, get_model_parallel_size(config))
-    with connect_ray(config, num_workers + config.cluster.spares) as started, ExitStack() as stack:
+    with connect_ray(config, num_workers + config.cluster.spares, print_notice) as started, ExitStack() as stack:
         monitor, coordinator = None, CoordinatorClient(config)
         if stop_event is None:
             room = find_room(config, is_shared=not started)

@@ -78,10 +78,10 @@ def group_workers_by_scope(nodes: Sequence[str]) -> dict[str, list[int]]:
 def inspect_running_cluster(config: Config) -> Machine:
     """Return the devices that a run with `config` would use, as a machine of the planner.
 
-    If no cluster is running, Ray is started on this machine. Raises ClusterError if Ray cannot be reached or started.
+    Raises ClusterError if no cluster is running, or if it cannot be reached. None is started.
     """
     _check_address(config)
-    with connect_ray(config, get_fixed_world_size(config) or DEFAULT_CPU_WORKERS):
+    with connect_ray(config, get_fixed_world_size(config) or DEFAULT_CPU_WORKERS, may_start=False):
         cluster = read_topology(config)
         return build_machine(resolve_world_size(config, cluster), cluster)
 

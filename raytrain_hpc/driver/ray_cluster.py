@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import ray
@@ -28,16 +28,24 @@ from raytrain_hpc.ray_temp_dir import check_socket_path, get_ray_temp_dir
 
 
 @contextmanager
-def connect_ray(config: Config, num_workers: int) -> Iterator[bool]:
+def connect_ray(
+    config: Config,
+    num_workers: int,
+    print_notice: Callable[[str], None] = lambda text: None,
+    *,
+    may_start: bool = True,
+) -> Iterator[bool]:
     """Connect to Ray within the context, and yield whether Ray was started here.
 
-    A connection that exists already is used and kept open.
+    A connection that exists already is used and kept open. `print_notice`: prints what takes seconds, and which cluster
+    is used. Raises ClusterError if Ray cannot be reached or started, or if none is running and it may not be started.
     """
     if ray.is_initialized():
+        print_notice(f"ray     {_describe_cluster('the cluster of this process')}")
         yield False
         return
     with block_sigterm(), _preserve_signal_handlers():
-        started = _connect(config, num_workers)
+        started = _connect(config, num_workers, print_notice, may_start=may_start)
     try:
         yield started
     finally:
@@ -72,11 +80,12 @@ def _preserve_signal_handlers() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(config: Config, num_workers: int) -> bool:
+def _connect(config: Config, num_workers: int, print_notice: Callable[[str], None], *, may_start: bool) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = _resolve_address(config)
     if address is not None:
+        print_notice(f"connecting to {_name_cluster(address)}")
         try:
             with hide_auth_notice():
                 ray.init(address=address, logging_level=logging.WARNING)
@@ -84,7 +93,13 @@ def _connect(config: Config, num_workers: int) -> bool:
             raise ClusterError(
                 f"cluster.address={address}: Ray did not answer: {_extract_first_line(error)}"
             ) from error
+        print_notice(f"ray     {_describe_cluster(_name_cluster(address))}")
         return False
+    if not may_start:
+        raise ClusterError(
+            "no Ray cluster is running on this machine; start one (`ray start --head`), set cluster.address to one, or "
+            "say which devices to plan for, such as --workers 8 --device h100"
+        )
     task = detect_launcher_task(os.environ)
     if task is not None and task.rank > 0:  # task 0 may be an interactive shell
         raise ClusterError(
@@ -97,13 +112,27 @@ def _connect(config: Config, num_workers: int) -> bool:
     set_default_worker_priority()  # this Ray serves the run alone
     # One CPU more than the run needs: workers that hold every CPU starve Ray Data.
     cpus = max(count_usable_cpus(), num_workers + 1)
+    print_notice("starting Ray on this machine, which takes some seconds")
     try:
         with hide_auth_notice():
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, logging_level=logging.WARNING)
     except Exception as error:  # Ray raises a plain Exception if its processes start too slowly
         reason = _extract_first_line(error)
         raise ClusterError(f"Ray did not start on this machine: {reason}; see {get_ray_temp_dir()}") from error
+    print_notice(f"ray     {_describe_cluster('started on this machine for this run')}")
     return True
+
+
+def _name_cluster(address: str) -> str:
+    return "the cluster that runs on this machine" if address == AUTO else f"the cluster at {address}"
+
+
+def _describe_cluster(name: str) -> str:
+    """Return a name with the size of the cluster that this process is connected to."""
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    num_nodes = sum(key.startswith("node:") and key != "node:__internal_head__" for key in resources)
+    nodes = f"{num_nodes} nodes, " if num_nodes > 1 else ""
+    return f"{name}: {nodes}{resources.get('CPU', 0):g} CPUs, {resources.get('GPU', 0):g} GPUs"
 
 
 def _resolve_address(config: Config) -> str | None:

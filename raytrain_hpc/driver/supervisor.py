@@ -120,7 +120,7 @@ class Supervisor:
                 f"already trained: {self._config.run.dir} is at step {finished.steps} of {self._config.train.steps}"
             )
             return finished
-        with open_backend(self._config, self._console.print_line, self._stop_event) as backend:
+        with open_backend(self._config, self._console, self._stop_event) as backend:
             self._timestamps["cluster"] = time.time()
             given, prepared = prepared, resolve_for_backend(prepared, backend, self._console.print_line)
             self._config = prepared.config

@@ -146,6 +146,8 @@ class WorkerTarget:
             self._growth_time = time.monotonic()
         if self._size_to_return and size > self._size:
             self._print_line(f"resize {self._size} -> {size} workers: {self._preferred} has given devices back")
+        elif 0 < self._size < size:
+            self._print_line(f"workers: {size - self._size} more joined; {size} train now")
         if size >= self._size_to_return:
             self._size_to_return = 0
         self._size, self._settled_size, self._arrival_time = size, max(size, self._settled_size), None

@@ -108,6 +108,11 @@ class Console:
         self._rich.print(text, markup=False)
         self._rich.file.flush()
 
+    def print_notice(self, text: str) -> None:
+        """Print a line about the progress of the start or the end of the run to stderr, and flush."""
+        if not self._rich.quiet:
+            print(text, file=sys.stderr, flush=True)  # rich puts it above the progress bar
+
     def start_progress(self, steps: int, done: int) -> None:
         """Show the progress bar, on a terminal, with `done` of `steps` steps completed. Replaces an earlier one."""
         self.stop_progress()

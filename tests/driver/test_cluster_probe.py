@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from raytrain_hpc.bench.comm import build_table
 from raytrain_hpc.cli.cluster_checks import run_checks
 from raytrain_hpc.cli.doctor import _marker_file, examine_cluster
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.cpu_limits import read_cpu_limits
-from raytrain_hpc.driver.cluster_probe import group_workers_by_scope
+from raytrain_hpc.driver.cluster_probe import group_workers_by_scope, inspect_running_cluster
+from raytrain_hpc.driver.ray_cluster import connect_ray
+from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.observability.console import Console
 from raytrain_hpc.planner.link_fit import BUS_FACTORS
 from raytrain_hpc.planner.topology import Node, Topology
 from raytrain_hpc.storage.object_path import ObjectPath
@@ -62,6 +66,25 @@ def test_workers_are_grouped_by_scope() -> None:
     assert group_workers_by_scope(["a", "a"]) == {"inside a node": [0, 1]}
     assert group_workers_by_scope(["a", "b", "c"]) == {"across nodes": [0, 1, 2]}
     assert group_workers_by_scope(["a"]) == {}
+
+
+def test_no_cluster_is_started_to_be_inspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(**options: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ClusterError, match=r"no Ray cluster is running .*cluster\.address.*--workers 8"):
+        inspect_running_cluster(load_config(None, ["cluster.address=local"]))
+
+
+def test_which_cluster_is_used_is_reported(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    with connect_ray(load_config(), 1, Console().print_notice):
+        pass
+    with connect_ray(load_config(), 1, Console(quiet=True).print_notice):
+        pass
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "ray     the cluster of this process: 8 CPUs, 0 GPUs\n")
 
 
 def test_doctor_on_a_cluster(ray_cluster: None, tmp_path: Path) -> None:

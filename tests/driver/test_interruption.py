@@ -61,7 +61,8 @@ def test_resuming_after_sigterm_at_any_step(cli: CliRunner, reference_curve, tmp
     draw, run, last_step = random.Random(0), tmp_path / "run", 0
     for _ in range(3):
         patch = signal_after(last_step + draw.randint(1, 4), signal.SIGTERM, draw.uniform(0, 0.02))
-        assert cli.run(tmp_path / "out", *train_command(run), patch=patch)[0] == 3
+        code, output = cli.run(tmp_path / "out", *train_command(run), patch=patch)
+        assert code == 3 and "SIGTERM: saving and stopping after the current step; " in output
         step = json.loads((run / "result.json").read_text())["steps"]
         assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
         assert last_step < step < 24 and count_steps(run) == step, "no step is lost or run again"

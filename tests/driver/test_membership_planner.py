@@ -111,11 +111,13 @@ def test_draining_nodes_that_leave_too_few_workers_stop_the_run() -> None:
 
 def test_new_workers_end_the_generation() -> None:
     workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
-    planner, _, _ = make_planner(workers, 3)
+    planner, _, lines = make_planner(workers, 3)
     planner.begin_generation(planner.wait_for_membership())
     assert planner.poll_regroup() is None
     workers.candidates = make_candidates(3)
-    assert planner.poll_regroup() == "pause"
+    assert planner.poll_regroup() == "pause" and lines == []
+    planner.begin_generation(planner.wait_for_membership())
+    assert lines == ["workers: 1 more joined; 3 train now"]
 
 
 def test_a_slow_rank_is_given_fewer_microbatches() -> None:
