@@ -55,6 +55,10 @@ def announce_run(
     """Print a summary of the run before it trains. Model and data of a script are its own."""
     config, model_spec, custom = prepared.config, prepared.model_spec, prepared.custom
     print_line(f"run     {config.run.dir}  seed {config.run.seed}")
+    if lost_steps := _count_lost_steps(prepared):
+        print_line(
+            f"restart {config.run.dir} has {lost_steps} trained steps and no checkpoint: training starts again at step 1"
+        )
     if isinstance(custom, Script):
         print_line(f"script  {' '.join([custom.path, *custom.arguments])}")
         print_line(f"layout  {layout.describe()}")
@@ -86,6 +90,14 @@ def announce_run(
                 f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
                 f"(logging.peak_tflops={config.logging.peak_tflops})"
             )
+
+
+def _count_lost_steps(prepared: PreparedRun) -> int:
+    """Return the steps that an earlier start has trained, if there is no checkpoint to resume from; else 0."""
+    if prepared.stored_batching is not None:  # from a checkpoint, in run.dir or on nodes
+        return 0
+    metrics = prepared.directory.read_valid_metrics()
+    return int(metrics[-1]["step"]) if metrics else 0
 
 
 def describe_choices(config: Config) -> list[str]:

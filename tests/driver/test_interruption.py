@@ -122,6 +122,18 @@ def test_resuming_after_sigkill_of_the_driver(cli: CliRunner, reference_curve, t
     assert read_curve(run) == reference_curve and count_steps(run) > 24
 
 
+def test_a_start_over_is_announced(cli: CliRunner, reference_curve, tmp_path) -> None:
+    run = tmp_path / "run"
+    command = train_command(run, "checkpoint.interval=0")
+    assert cli.run(tmp_path / "out", *command, patch=signal_after(3, signal.SIGKILL))[0] == -signal.SIGKILL
+    steps = count_steps(run)
+    code, output = cli.run(tmp_path / "out", *command)
+    assert code == 0 and read_curve(run) == reference_curve
+    (line,) = [line for line in output.splitlines() if line.startswith("restart ")]
+    assert line == f"restart {run} has {steps} trained steps and no checkpoint: training starts again at step 1"
+    assert "restart " not in cli.run(tmp_path / "out", *command)[1]
+
+
 def test_second_driver_is_refused_while_the_first_runs(cli: CliRunner, reference_curve, tmp_path) -> None:
     run = tmp_path / "run"
     first = cli.start(tmp_path / "out", *train_command(run), patch=signal_after(3, signal.SIGSTOP))
