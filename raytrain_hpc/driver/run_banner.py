@@ -57,7 +57,7 @@ def announce_run(
     print_line(f"run     {config.run.dir}  seed {config.run.seed}")
     if lost_steps := _count_lost_steps(prepared):
         print_line(
-            f"restart {config.run.dir} has {lost_steps} trained steps and no checkpoint: training starts again at step 1"
+            f"restart {config.run.dir} has {lost_steps} steps and no checkpoint: training starts again at step 1"
         )
     if isinstance(custom, Script):
         print_line(f"script  {' '.join([custom.path, *custom.arguments])}")

@@ -130,7 +130,7 @@ def test_a_start_over_is_announced(cli: CliRunner, reference_curve, tmp_path) ->
     code, output = cli.run(tmp_path / "out", *command)
     assert code == 0 and read_curve(run) == reference_curve
     (line,) = [line for line in output.splitlines() if line.startswith("restart ")]
-    assert line == f"restart {run} has {steps} trained steps and no checkpoint: training starts again at step 1"
+    assert line == f"restart {run} has {steps} steps and no checkpoint: training starts again at step 1"
     assert "restart " not in cli.run(tmp_path / "out", *command)[1]
 
 
