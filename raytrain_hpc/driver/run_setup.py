@@ -22,6 +22,7 @@ from raytrain_hpc.config.schema import AUTO, Config
 from raytrain_hpc.config.training_config import OPTIMIZER_NAMES
 from raytrain_hpc.data.dataset.sources import STDLIB, SYNTHETIC, Dataset
 from raytrain_hpc.data.dataset.storage import is_remote
+from raytrain_hpc.data.loader.eval_set import check_targets
 from raytrain_hpc.data.loader.packing import PaddedPacking, build_packing
 from raytrain_hpc.data.loader.stream import DataState, LocalStream, open_stream
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset, SampleStream
@@ -200,19 +201,16 @@ def _get_own_dataset(custom: CustomModel | Script | None) -> SampleDataset | Non
 
 
 def _open_stream(config: Config, dataset: Dataset | SampleDataset) -> LocalStream | SampleStream:
-    """Return the stream of the training data. Raises DataError for invalid sizes."""
+    """Return the stream of the training data. Raises DataError for invalid sizes, or validation without targets."""
     if isinstance(dataset, SampleDataset):
         if dataset.form == "map":
             dataset.open_order(config, 1)
         return SampleStream(dataset, config.run.seed, config.train.global_batch_size)
-    return open_stream(
-        dataset,
-        config.data,
-        seed=config.run.seed,
-        seq_len=config.train.seq_len,
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=1,
-    )
+    seq_len, batch_size = config.train.seq_len, config.train.global_batch_size
+    if dataset.val is not None:
+        check_targets(dataset.val, build_packing(config.data.packing, seq_len), config.eval.samples)
+    options = {"seed": config.run.seed, "seq_len": seq_len, "global_batch_size": batch_size}
+    return open_stream(dataset, config.data, **options, micro_batch_size=1)
 
 
 def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Location | None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raytrain_hpc.data.loader.eval_set import make_no_target_error
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.observability.metrics import get_eval_key
@@ -100,11 +101,7 @@ class Evaluator:
         all_reduce(sums, context)
         loss_sum, num_targets = sum_pairwise(sums.sum(2).view(-1, 2)[:num_batches]).tolist()
         if num_targets == 0:
-            raise DataError(
-                f"no token of {name} counts in the loss, as if all prompts are longer than train.seq_len; make "
-                "eval.samples larger (0: all), or start a run in another run.dir with a larger train.seq_len or "
-                "without such documents"
-            )
+            raise make_no_target_error(name)
         return loss_sum, num_targets
 
     def _is_stop_agreed(self, num_batches: int) -> bool:

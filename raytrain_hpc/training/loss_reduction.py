@@ -54,9 +54,9 @@ class StepTotals:
         loss_sum, num_tokens, *requests, norm = torch.cat((self.totals, grad_norm.view(1))).tolist()
         if num_tokens == 0 and not allow_empty:
             raise DataError(
-                "no token of a global batch counts in the loss, as if all prompts are longer than train.seq_len; set "
-                "fault.on_nan=skip to continue this run without such batches, or start one in another run.dir with a "
-                "larger train.seq_len or train.global_batch_size, or without such documents"
+                "no token of a global batch counts in the loss, as if all prompts are longer than train.seq_len, or a "
+                "loss of your own counts nothing; set fault.on_nan=skip to continue this run without such batches, or "
+                "start one in another run.dir with a larger train.seq_len or train.global_batch_size, or other data"
             )
         return loss_sum / num_tokens if num_tokens else math.nan, norm, StepRequests(*(count > 0 for count in requests))
 

@@ -187,3 +187,13 @@ def test_a_run_continues_without_a_batch_that_has_no_target(tmp_path: Path) -> N
     assert result.steps == 4 and [math.isnan(losses[step]) for step in (1, 2, 3, 4)] == [False, False, True, False]
     (incident,) = (tmp_path / "run" / "incidents.jsonl").read_text().splitlines()
     assert "no token counts in the loss" in incident
+
+
+def test_validation_without_targets_is_refused_at_the_start(tmp_path: Path) -> None:
+    documents = [np.arange(16) + number for number in range(8)]
+    prompts = [np.arange(12) + number for number in range(4)]  # longer than train.seq_len
+    write_dataset(tmp_path / "data", {"train": documents, "val": prompts}, vocab_size=64, prompt=10)
+    words = (f"data.path={tmp_path / 'data'}", "data.packing=padded", "model.vocab_size=auto", "train.seq_len=9")
+    with pytest.raises(DataError, match=r"^no token of the validation set counts in the loss.*eval\.samples"):
+        start(tmp_path / "run", *words)
+    assert not (tmp_path / "run").exists()

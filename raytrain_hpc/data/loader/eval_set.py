@@ -9,6 +9,27 @@ from raytrain_hpc.data.loader.packing import Packing
 from raytrain_hpc.data.loader.stream import Microbatch
 from raytrain_hpc.errors import DataError
 
+_CHECKED_BATCH_SIZE = 16
+
+
+def make_no_target_error(name: str) -> DataError:
+    """Return the error for a validation set in which nothing counts in the loss. `name`: of the set."""
+    return DataError(
+        f"no token of {name} counts in the loss, as if all prompts are longer than train.seq_len, or a loss of your "
+        "own counts nothing; make eval.samples larger (0: all), or start a run in another run.dir with a larger "
+        "train.seq_len or other data"
+    )
+
+
+def check_targets(tokens: TokenSource, packing: Packing, max_samples: int) -> None:
+    """Raise DataError if no target of the samples of an evaluation counts. Reads up to the first one that does.
+
+    Call before training: the only evaluation may be at its end.
+    """
+    evaluation = EvaluationSet(tokens, packing, _CHECKED_BATCH_SIZE, max_samples)
+    if not any(evaluation.get_batch(index).valid_tokens for index in range(evaluation.num_batches)):
+        raise make_no_target_error("the validation set")
+
 
 class EvaluationSet:
     """Samples of a split in order, in batches of equal shape.
