@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.data.loader.sampler import Ints
 from raytrain_hpc.data.loader.stream import DataState
 from raytrain_hpc.data.samples.dataset_form import DatasetForm, describe_identity, find_form, get_name
 from raytrain_hpc.data.samples.sample_order import SampleOrder
@@ -32,7 +31,7 @@ class SampleDataset:
     train: Any
     validation: Mapping[str, Any] = field(default_factory=dict)
     collate: CollateFunction | None = None
-    lengths: Ints | None = None
+    lengths: np.ndarray[Any, Any] | None = None
     tokenizer: None = field(default=None, init=False)
     vocab_size: int = field(default=_VOCAB_SIZE, init=False)
 
@@ -93,7 +92,16 @@ def make_sample_dataset(
             )
     if wrong := [name for name in sets if not isinstance(name, str) or "/" in name]:
         raise DataError(f"val_dataset: {wrong[0]!r} is no name of a validation set; use text without a slash")
-    return SampleDataset(train, sets, collate, None if lengths is None else np.asarray(lengths, dtype=np.int64))
+    return SampleDataset(train, sets, collate, None if lengths is None else _parse_lengths(lengths))
+
+
+def _parse_lengths(lengths: Any) -> np.ndarray[Any, Any]:
+    """Return lengths as int64, or as fp64 unless all are whole numbers, as seconds of audio."""
+    values = np.asarray(lengths)
+    if values.dtype.kind not in "iuf" or not np.isfinite(values).all():
+        raise DataError("lengths: they must be finite numbers, one per sample")
+    whole = values.astype(np.int64)
+    return whole if np.array_equal(whole, values) else values.astype(np.float64)
 
 
 def _open_ray_data(dataset: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class SampleOrder:
         seed: int,
         global_batch_size: int,
         micro_batch_size: int,
-        lengths: Ints | None = None,
+        lengths: np.ndarray[Any, Any] | None = None,
         bucket_steps: int = 1,
     ):
         """Validate the sizes. Raises DataError for an empty dataset or a wrong number of lengths."""

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.data.samples.sample_dataset import SampleStream, make_sample_dataset
 from raytrain_hpc.data.samples.sample_order import SampleOrder
 from raytrain_hpc.errors import DataError
@@ -83,3 +84,15 @@ def test_mistakes_are_named() -> None:
     assert SampleStream(make_sample_dataset([1, 2, 3]), 0, 2).get_resume_step(state) == 5
     with pytest.raises(DataError, match="trained with another one than this of 4 samples"):
         SampleStream(make_sample_dataset([1, 2, 3, 4]), 0, 2).get_resume_step(state)
+
+
+def test_lengths_may_be_fractions() -> None:
+    """Such as seconds: they are compared as they are."""
+    seconds = [0.9, 0.1, 0.8, 0.2, 0.7, 0.3]
+    dataset = make_sample_dataset(list(range(6)), lengths=seconds)
+    order = dataset.open_order(load_config(None, ["train.global_batch_size=6", "data.bucket_steps=1"]), 2)
+    microbatches = {tuple(sorted(order.locate(0, number)[1].tolist())) for number in range(3)}
+    assert microbatches == {(1, 3), (4, 5), (0, 2)}
+    assert make_sample_dataset([1, 2], lengths=[3.0, 4.0]).lengths.dtype == np.int64
+    with pytest.raises(DataError, match="lengths: they must be finite numbers"):
+        make_sample_dataset([1, 2], lengths=[1.0, float("nan")])
