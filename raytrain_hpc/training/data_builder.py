@@ -65,12 +65,12 @@ def open_data(spec: WorkerSpec, control: ControlChannel | None = None) -> Datase
         raise TypeError("the spec still refers to the dataset in the object store; resolve it before the rank is built")
     if dataset is not None:
         return dataset
+    check_files = spec.memory_step is None  # those of a recovery from memory were there
     if control is None:
-        return spec.stream_spec.open_dataset(ReadRetry(RETRY_TIMEOUT_S))
+        return spec.stream_spec.open_dataset(ReadRetry(RETRY_TIMEOUT_S), check_files=check_files)
+    retry, progress = ReadRetry(RETRY_TIMEOUT_S, control.log), _CopyProgress(control, spec.config.data.local_cache)
     with control.in_phase("building"):
-        return spec.stream_spec.open_dataset(
-            ReadRetry(RETRY_TIMEOUT_S, control.log), _CopyProgress(control, spec.config.data.local_cache)
-        )
+        return spec.stream_spec.open_dataset(retry, progress, check_files=check_files)
 
 
 @dataclass

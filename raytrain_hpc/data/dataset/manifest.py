@@ -14,7 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from raytrain_hpc.data.dataset.storage import Location, RemoteFile, get_file_size, parse_location, read_local
+from raytrain_hpc.data.dataset.storage import (
+    Location,
+    RemoteFile,
+    get_file_size,
+    get_file_sizes,
+    parse_location,
+    read_local,
+)
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
@@ -151,16 +158,14 @@ def verify_shards(
     """
     directory = parse_location(directory) if isinstance(directory, str) else directory
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    for shard in shards:
-        path = directory / shard.file
-        size = get_file_size(path, retry)
+    paths = [directory / shard.file for shard in shards]
+    for shard, path, size in zip(shards, paths, get_file_sizes(paths, retry), strict=True):
         if size is None:
             raise DataError(f"{path}: shard is missing; prepare the dataset again")
         if size != shard.bytes:
             raise DataError(f"{path}: shard has {size} bytes instead of {shard.bytes}; prepare the dataset again")
     hashed_bytes = 0
-    for shard in shards:
-        path = directory / shard.file
+    for shard, path in zip(shards, paths, strict=True):
         if isinstance(path, RemoteFile) or (limit_bytes is not None and hashed_bytes + shard.bytes > limit_bytes):
             continue
         if compute_file_sha256(path, retry) != shard.sha256:

@@ -51,15 +51,17 @@ def open_dataset(
     vocab_size: int | None = None,
     verify_limit_bytes: int | None = 256 << 20,
     cache_dir: Path | None = None,
+    check_files: bool = True,
     retry: ReadRetry = NO_RETRY,
     on_block: Callable[[], None] = lambda: None,
 ) -> Dataset:
     """Open `data.path` or `data.sources`: a dataset directory or URI, stdlib or synthetic.
 
-    `vocab_size` (None: 256) and `seed` apply to synthetic tokens only. Shard sizes are always verified, checksums for
-    up to `verify_limit_bytes` of each dataset (None: all). `cache_dir`: local directory to which shards are copied
-    first, unless they are cached already; `on_block`: called before each block of them. `retry`: repeats reads that
-    fail, now and later. Raises DataError for a missing or damaged dataset, and for sources with different tokenizers.
+    `vocab_size` (None: 256) and `seed` apply to synthetic tokens only. Shard sizes are verified unless `check_files` is
+    False, checksums for up to `verify_limit_bytes` of each dataset (None: all). `cache_dir`: local directory to which
+    shards are copied first, unless they are cached already; `on_block`: called before each block of them. `retry`:
+    repeats reads that fail, now and later. Raises DataError for a missing or damaged dataset, and for sources with
+    different tokenizers.
     """
     sources = list(data.sources) or [SourceConfig(path=data.path)]
     if any(source.path == SYNTHETIC for source in sources):
@@ -71,7 +73,7 @@ def open_dataset(
     if cache_dir is not None:
         datasets = list(zip(directories, manifests, strict=True))
         directories = [copy_to_local_cache(*dataset, cache_dir, retry, on_block) for dataset in datasets]
-    else:
+    elif check_files:
         for directory, manifest in zip(directories, manifests, strict=True):
             verify_shards(directory, manifest, limit_bytes=verify_limit_bytes, retry=retry)
     datasets = list(zip(directories, manifests, strict=True))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ import pyarrow.fs
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry, is_transient
 
+MAX_CONCURRENT_REQUESTS = 16  # to an object store, per read
 T = TypeVar("T")
 
 
@@ -123,6 +125,15 @@ def get_file_size(file: Path | RemoteFile, retry: ReadRetry = NO_RETRY) -> int |
     if isinstance(file, RemoteFile):
         return file.get_size(retry)
     return read_local(partial(_get_local_size, file), file, retry)
+
+
+def get_file_sizes(files: Sequence[Path | RemoteFile], retry: ReadRetry = NO_RETRY) -> list[int | None]:
+    """Return the results of `get_file_size`. Requests to a store are sent concurrently, since latency dominates."""
+    get_size = partial(get_file_size, retry=retry)
+    if not any(isinstance(file, RemoteFile) for file in files):
+        return list(map(get_size, files))
+    with ThreadPoolExecutor(min(MAX_CONCURRENT_REQUESTS, len(files))) as pool:
+        return list(pool.map(get_size, files))
 
 
 def _get_local_size(file: Path) -> int | None:

@@ -24,12 +24,11 @@ import pyarrow as pa
 from raytrain_hpc.data.dataset.manifest import Manifest, Shard, Split, compute_file_sha256
 from raytrain_hpc.data.dataset.mapped_shards import ShardFile, map_shard
 from raytrain_hpc.data.dataset.remote_shards import RemoteShard
-from raytrain_hpc.data.dataset.storage import Location, RemoteFile, parse_location
+from raytrain_hpc.data.dataset.storage import MAX_CONCURRENT_REQUESTS, Location, RemoteFile, parse_location
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.storage.read_retry import NO_RETRY, ReadRetry
 
 DTYPES = ("uint16", "uint32")
-MAX_CONCURRENT_REQUESTS = 16  # range requests to the object store per read
 Ints = npt.NDArray[np.int64]
 SliceCopy = tuple[npt.NDArray[Any], Any, int]  # destination, source column, offset in the column
 Bools = npt.NDArray[np.bool_]

@@ -314,10 +314,13 @@ class StreamSpec:
     micro_batch_size: int
     dataset_hash: str | None = None
 
-    def open_dataset(self, retry: ReadRetry = NO_RETRY, on_block: Callable[[], None] = lambda: None) -> Dataset:
+    def open_dataset(
+        self, retry: ReadRetry = NO_RETRY, on_block: Callable[[], None] = lambda: None, *, check_files: bool = True
+    ) -> Dataset:
         """Open the dataset, from the local cache if data.local_cache is set. Checksums were verified by the driver.
 
-        `retry`: repeats reads that fail; `on_block`: called before each block that is copied to the local cache. Raises
+        `retry`: repeats reads that fail; `on_block`: called before each block that is copied to the local cache.
+        `check_files`: whether to look for every shard, which takes a request for each in an object store. Raises
         DataError if it is not that of the driver: it was prepared again, or the nodes have different copies.
         """
         cache_dir = Path(self.data.local_cache) if self.data.local_cache else None
@@ -327,6 +330,7 @@ class StreamSpec:
             seed=self.seed,
             verify_limit_bytes=0,
             cache_dir=cache_dir,
+            check_files=check_files,
             retry=retry,
             on_block=on_block,
         )

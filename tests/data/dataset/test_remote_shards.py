@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,11 @@ from raytrain_hpc.data.dataset.sources import open_dataset
 from raytrain_hpc.data.loader.stream import StreamSpec
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.storage.read_retry import ReadRetry
+from raytrain_hpc.training.data_builder import open_data
 from tests.data.position_tokens import VOCAB_SIZE, write_dataset
 from tests.storage.bucket import BUCKET
 from tests.storage.s3_server import Request, S3Server, make_slow_down_response
+from tests.warm_pool import make_small_config, make_worker_spec
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +88,27 @@ def test_range_requests_give_the_same_batches_as_local_files(dataset: Path, buck
     assert streams[0].get_state(5) == streams[1].get_state(5)
 
 
-def test_reads_are_repeated_while_a_store_refuses_requests(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def server(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A store that can refuse requests, with the dataset."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    server, lines, num_refused = S3Server(), list[str](), [0]
+    server = S3Server()
+    for name in (MANIFEST_FILE, *(path.name for path in dataset.glob("*.arrow"))):
+        server.write(f"a/{name}", (dataset / name).read_bytes())
+    server.requests.clear()
+    yield server
+    server.close()
+
+
+def get_uri(server: S3Server) -> str:
+    options = f"scheme=http&endpoint_override={server.url.removeprefix('http://')}&region=us-east-1"
+    return f"s3://{BUCKET}/a?{options}"
+
+
+def test_reads_are_repeated_while_a_store_refuses_requests(dataset: Path, server: S3Server) -> None:
+    lines, num_refused = list[str](), [0]
 
     def refuse(request: Request, forward: Callable[[], Response]) -> Response:
         if request.method != "GET" or num_refused[0] == 4:  # pyarrow repeats other requests itself, for 6 s
@@ -97,20 +116,27 @@ def test_reads_are_repeated_while_a_store_refuses_requests(dataset: Path, monkey
         num_refused[0] += 1
         return make_slow_down_response()
 
-    for name in (MANIFEST_FILE, *(path.name for path in dataset.glob("*.arrow"))):
-        server.write(f"a/{name}", (dataset / name).read_bytes())
-    options = f"scheme=http&endpoint_override={server.url.removeprefix('http://')}&region=us-east-1"
     specs = [
         StreamSpec(DataConfig(path=path, packing="documents"), VOCAB_SIZE, 3, 16, 8, 4)
-        for path in (f"s3://{BUCKET}/a?{options}", str(dataset))
+        for path in (get_uri(server), str(dataset))
     ]
     with server.intercepting(refuse):
         streams = [spec.open_stream(spec.open_dataset(ReadRetry(30.0, lines.append))) for spec in specs]
         num_refused[0] = 0
         remote, local = (stream.read_microbatch(0, 1).inputs for stream in streams)
-    server.close()
     assert np.array_equal(remote, local)
     assert ".arrow cannot be read" in lines[0] and ".arrow is read again" in lines[1]
+
+
+def test_a_recovery_from_memory_looks_for_no_shard(server: S3Server) -> None:
+    config = make_small_config(None, f"data.path={get_uri(server)}", "model.vocab_size=auto")
+    spec = make_worker_spec(config, 1, steps_to=1)
+    names = []
+    for memory_step in (None, 3):
+        server.requests.clear()
+        open_data(replace(spec, memory_step=memory_step))
+        names.append({request.path.rpartition("/")[2] for request in server.requests})
+    assert names[1] == {MANIFEST_FILE} and len(names[0]) == 1 + 4 + 1  # with shards of both splits
 
 
 def test_a_copy_continues_after_reads_that_failed(
