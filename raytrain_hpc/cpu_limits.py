@@ -1,12 +1,14 @@
 """CPUs that this process may use: those of its affinity mask, limited by the CPU quota of its cgroups (v1 and v2).
 
+Memory limits of the cgroups are read in the same way.
+
 A container or a Slurm allocation usually has fewer CPUs than the machine, which is what `os.cpu_count` reports.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -61,12 +63,25 @@ def read_cpu_quota(root: Path) -> float | None:
         groups = parse_cgroup_membership((root / "proc/self/cgroup").read_text())
     except OSError:
         return None
-    quotas = [parse_cpu_max(_read_text(group / "cpu.max")) for group in _list_groups(root, groups.get(_UNIFIED), 2)]
+    version_2 = _list_groups(root, groups.get(_UNIFIED), ("", "unified"))
+    quotas = [parse_cpu_max(_read_text(group / "cpu.max")) for group in version_2]
     quotas += [
         parse_cfs_quota(_read_text(group / "cpu.cfs_quota_us"), _read_text(group / "cpu.cfs_period_us"))
-        for group in _list_groups(root, groups.get("cpu"), 1)
+        for group in _list_groups(root, groups.get("cpu"), ("cpu", "cpu,cpuacct"))
     ]
     return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def list_memory_limits(root: Path = Path("/")) -> list[int]:
+    """Return the memory limits of this process's cgroups and their ancestors, in bytes. `root`: as above."""
+    try:
+        groups = parse_cgroup_membership((root / "proc/self/cgroup").read_text())
+    except OSError:
+        return []
+    texts = [_read_text(group / "memory.max") for group in _list_groups(root, groups.get(_UNIFIED), ("", "unified"))]
+    version_1 = _list_groups(root, groups.get("memory"), ("memory",))
+    texts += [_read_text(group / "memory.limit_in_bytes") for group in version_1]
+    return [int(text) for text in texts if text.strip().isdigit()]
 
 
 def parse_cgroup_membership(text: str) -> Mapping[str, str]:
@@ -90,12 +105,12 @@ def parse_cfs_quota(quota: str, period: str) -> float | None:
     return cpus if cpus > 0 else None
 
 
-def _list_groups(root: Path, path: str | None, version: int) -> Iterator[Path]:
-    """Yield the directories of a cgroup and its ancestors, at the usual mount points of that cgroup version."""
+def _list_groups(root: Path, path: str | None, mounts: Iterable[str]) -> Iterator[Path]:
+    """Yield the directories of a cgroup and its ancestors below each mount point, by its usual name."""
     if path is None:
         return
     names = PurePosixPath(path).relative_to("/")
-    for mount in ("", "unified") if version == 2 else ("cpu", "cpu,cpuacct"):
+    for mount in mounts:
         for name in (names, *names.parents):
             yield root / _CGROUP_MOUNT / mount / name
 

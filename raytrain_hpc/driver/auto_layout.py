@@ -13,6 +13,7 @@ from raytrain_hpc.config.schema import Config
 from raytrain_hpc.config.validation import validate_config
 from raytrain_hpc.device_backends import has_endless_kernel
 from raytrain_hpc.driver.backend import ExecutionBackend
+from raytrain_hpc.driver.host_machine import fit_to_host
 from raytrain_hpc.driver.run_setup import PreparedRun, check_optimizer
 from raytrain_hpc.elastic.recovery import get_min_workers
 from raytrain_hpc.errors import ConfigError, LayoutError
@@ -21,7 +22,6 @@ from raytrain_hpc.planner.hardware import Machine, make_machine
 from raytrain_hpc.planner.hardware_defaults import check_float8, resolve_compile, resolve_dtype
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.measured_links import load_calibration, load_links
-from raytrain_hpc.planner.remedies import suggest_remedies
 from raytrain_hpc.planner.search import Estimate, choose_savings, estimate_layout, rank_layouts
 from raytrain_hpc.planner.search_space import apply_choice, build_search_space
 from raytrain_hpc.planner.topology import Topology
@@ -94,13 +94,10 @@ def resolve_auto_layout(
     if prepared.stored_batching is not None:
         config.train = replace(config.train, micro_batch_size=prepared.stored_batching.size)
     machine = build_machine(world, cluster)
-    spec = prepared.model_spec
-    best = rank_layouts(config, spec, machine, load_calibration(machine.device.name), free_settings)[0]
+    best = rank_layouts(config, prepared.model_spec, machine, load_calibration(machine.device.name), free_settings)[0]
     print_line(f"planned {', '.join(sorted(free_settings))}: {describe_fit(best, machine)}")
     print_line(f"        expected step time {best.step_s:.3g} s: {explain_estimate(best, best, machine)}")
     print_line(f"        {_describe_activation_settings(best.choice)}")
-    for remedy in () if best.fits else suggest_remedies(config, spec, machine, free_settings, is_machine_fixed=True):
-        print_line(f"        may run out of memory; remedy: {remedy}")
     config = apply_choice(config, best.choice)
     validate_config(config)  # what was chosen may not fit settings that were checked without it
     check_optimizer(config, prepared.custom)
@@ -177,6 +174,7 @@ def build_machine(world: int, cluster: Topology) -> Machine:
     """Describe `world` workers on `cluster` as a machine whose nodes all have the same number of devices.
 
     Uneven nodes count as the greatest common divisor of their sizes. A device of unknown name is assumed to be an H100.
+    CPU workers on a single node, which is then this one, share its CPUs and its memory.
     """
     workers_per_node = world
     for node in cluster.nodes:
@@ -185,6 +183,9 @@ def build_machine(world: int, cluster: Topology) -> Machine:
     machine = make_machine(
         device_name or _FALLBACK_DEVICE, world // workers_per_node, workers_per_node, measured=load_links(device_name)
     )
+    if not cluster.has_accelerators and len(cluster.nodes) == 1:
+        return fit_to_host(machine)
     if device_name:
         return machine
-    return replace(machine, device=replace(machine.device, name=f"device assumed to be an {_FALLBACK_DEVICE}"))
+    name = f"device assumed to be an {_FALLBACK_DEVICE}"
+    return replace(machine, device=replace(machine.device, name=name, is_memory_known=False))

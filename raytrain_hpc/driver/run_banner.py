@@ -13,15 +13,19 @@ from raytrain_hpc.data.samples.dataset_form import find_form, get_name
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.driver.run_setup import PreparedRun
 from raytrain_hpc.driver.spare_memory import explain_too_large_audits
+from raytrain_hpc.errors import LayoutError
 from raytrain_hpc.observability.console import format_count
 from raytrain_hpc.planner.explain import describe_estimate, describe_expectation
 from raytrain_hpc.planner.flops import CAUSAL_CONVENTION, compute_flops_per_token
 from raytrain_hpc.planner.hardware import Machine
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.model_state_memory import compute_state_bytes, count_max_rank_parameters
+from raytrain_hpc.planner.remedies import suggest_remedies
 from raytrain_hpc.planner.search import Estimate
 from raytrain_hpc.planner.workload import make_workload
 from raytrain_hpc.runtime.worker_spec import Script
+
+_REFUSED_SHARE = 1.25  # of a worker's memory
 
 
 def build_plan_record(
@@ -79,7 +83,11 @@ def announce_run(
     length = "" if isinstance(prepared.dataset, SampleDataset) else f" x {config.train.seq_len}"
     microbatches = f"{batching.count} microbatches of {batching.size}{length}"
     print_line(f"layout  {layout.describe()}; {microbatches}{memory}")
+    if state_size is not None:
+        check_state_fits(config, state_size, layout, machine)
     if estimate is not None:
+        if machine.device.is_memory_known and not estimate.fits:
+            print_line(f"memory  {describe_shortage(prepared, estimate, machine)}")
         workload = make_workload(config, model_spec)
         print_line(f"expect  {describe_expectation(estimate, workload, machine)}")
         too_large = explain_too_large_audits(config, model_spec, layout, batching, machine.device)
@@ -90,6 +98,30 @@ def announce_run(
                 f"mfu     counts {CAUSAL_CONVENTION}; against the device's dense bf16 peak "
                 f"(logging.peak_tflops={config.logging.peak_tflops})"
             )
+
+
+def check_state_fits(config: Config, state_bytes: int, layout: Layout, machine: Machine) -> None:
+    """Raise LayoutError if weights, gradients and moments alone, which are known exactly, exceed a worker's memory.
+
+    By a quarter, since devices of one name differ. What is only estimated never prevents a run.
+    """
+    device, state_gib = machine.device, state_bytes / 2**30
+    if device.is_memory_known and state_gib > _REFUSED_SHARE * device.memory_gib:
+        key, memory = "cluster.workers", f"{device.memory_gib:.1f} GiB ({device.name})"
+        remedy = (
+            f"weights, gradients and moments take {state_gib:.1f} GiB per worker, which has {memory}; shard them "
+            "(parallel.zero=3), use more devices or a smaller model: `raytrain-hpc plan` finds what fits"
+        )
+        raise LayoutError(key, layout.world_size, config.origin(key), remedy)
+
+
+def describe_shortage(prepared: PreparedRun, estimate: Estimate, machine: Machine) -> str:
+    """Return that a run may need more memory than its devices have, and a change of the settings with which it fits."""
+    remedies = suggest_remedies(prepared.config, prepared.model_spec, machine, {}, is_machine_fixed=True)
+    return (
+        f"warning: {estimate.memory_gib:.1f} GiB expected per worker, which has {machine.device.memory_gib:.1f} GiB "
+        f"({machine.device.name}): it may run out; remedy: {remedies[0]}"
+    )
 
 
 def _count_lost_steps(prepared: PreparedRun) -> int:

@@ -21,6 +21,7 @@ class Device:
     which `reserved_gib` go to its context, kernels and communication buffers. `memory_gbs`: memory bandwidth in GB/s.
     `inside`, `across`: names of the links that its nodes usually have, within a node and across nodes.
     `float8_speedup`: peak of float8 products relative to bf16; 0: train.dtype=float8 does not run on it.
+    `is_memory_known`: `memory_gib` is that of the device, not an assumption.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Device:
     across: str
     reserved_gib: float = 3.0
     float8_speedup: float = 0.0
+    is_memory_known: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ DEVICES = {
         Device("mi250x", 191.5, 47.9, 64.0, 1638.0, "infinity-fabric-2", "slingshot-1-of-2"),
         Device("pvc", 839.0, 52.0, 128.0, 3276.0, "xe-link", "slingshot"),
         Device("pvc-tile", 419.5, 26.0, 64.0, 1638.0, "xe-link", "slingshot-2-of-3"),
-        Device("cpu", 0.2, 0.1, 8.0, 15.0, "memory", "ethernet", 0.0),  # one core
+        Device("cpu", 0.2, 0.1, 8.0, 15.0, "memory", "ethernet", 0.0, is_memory_known=False),  # one core
     )
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_hpc.cpu_limits import CpuLimits, count_usable_cpus, read_cpu_limits, read_cpu_quota
+from raytrain_hpc.cpu_limits import CpuLimits, count_usable_cpus, list_memory_limits, read_cpu_limits, read_cpu_quota
 
 # Contents of /proc/self/cgroup and of the files below /sys/fs/cgroup, and the quota in CPUs.
 CGROUPS = {
@@ -54,6 +54,20 @@ def test_quota_is_the_lowest_of_the_cgroups_and_their_ancestors(name: str, tmp_p
         (tmp_path / path).write_text(text)
     assert read_cpu_quota(tmp_path) == expected
     assert read_cpu_limits(tmp_path).quota == expected
+
+
+def test_memory_limits_of_both_versions(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "5:memory:/job\n0::/slurm/step\n",
+        "sys/fs/cgroup/slurm/memory.max": "8589934592\n",
+        "sys/fs/cgroup/slurm/step/memory.max": "max\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "4294967296\n",
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert list_memory_limits(tmp_path) == [8 << 30, 4 << 30]
+    assert list_memory_limits(tmp_path / "nowhere") == []
 
 
 def test_missing_files_set_no_limit(tmp_path: Path) -> None:

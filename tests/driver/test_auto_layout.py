@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -9,13 +10,18 @@ from typing import Any
 
 import pytest
 
+from raytrain_hpc.driver import host_machine
 from raytrain_hpc.driver.auto_layout import (
+    build_machine,
+    estimate_run,
     refit_activation_memory,
     resolve_auto_layout,
     resolve_for_backend,
 )
+from raytrain_hpc.driver.run_banner import announce_run
 from raytrain_hpc.driver.run_setup import PreparedRun, prepare_run
 from raytrain_hpc.errors import ConfigError, LayoutError
+from raytrain_hpc.planner.hardware import DEVICES
 from raytrain_hpc.planner.layout import Batching, Layout
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.warm_pool import make_small_config
@@ -120,10 +126,55 @@ def test_stored_batching_is_kept() -> None:
     )  # type: ignore[union-attr]
 
 
-def test_model_that_does_not_fit_is_a_warning() -> None:
-    lines: list[Any] = []
-    resolve_auto_layout(prepare(*LARGE, "model.num_layers=200", "cluster.workers=1"), 1, cluster(1), lines.append)
-    assert "does not fit" in lines[0] and any("may run out of memory" in line for line in lines)
+def announce(topology: Topology, *words: str) -> list[str]:
+    """Return the summary of a run on `topology`, planned as far as its settings allow it."""
+    lines: list[str] = []
+    world = topology.total_slots
+    run = prepare(*LARGE, *words, f"cluster.workers={world}")
+    run = resolve_auto_layout(run, world, topology, lines.append)
+    layout, batching = run.resolve_layout(world)
+    machine = build_machine(world, topology)
+    announce_run(run, layout, batching, machine, estimate_run(run, layout, batching, machine), lines.append)
+    return lines
+
+
+FIXED = ["parallel.tp=1", "parallel.pp=1", "parallel.cp=1", "parallel.offload=none"]
+LARGE_BATCH = ["train.micro_batch_size=8", "parallel.activation_checkpointing=none", "parallel.activation_offload=none"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.num_layers=190", "parallel.offload=none"],
+        [*FIXED, *LARGE_BATCH, "parallel.zero=3", "parallel.dp_shard=8"],
+    ],
+    ids=["planned", "fixed"],
+)
+def test_model_that_may_not_fit_is_a_warning_with_a_remedy(words: list[str]) -> None:
+    (warning,) = [line for line in announce(cluster(8), *words) if line.startswith("memory  warning: ")]
+    needed, available = map(float, re.findall(r"([\d.]+) GiB", warning)[:2])
+    assert needed > available == 79.1 and "it may run out; remedy: " in warning
+    assert not [line for line in announce(cluster(8)) if line.startswith("memory ")]
+
+
+def test_model_whose_state_alone_does_not_fit_is_refused() -> None:
+    words = [*FIXED, "parallel.zero=0", "model.num_layers=48"]
+    refusal = r"^cluster.workers=8 .* take 1\d\d\.\d GiB per worker, which has 79.1 GiB \(h100\); .*parallel.zero=3"
+    with pytest.raises(LayoutError, match=refusal):
+        announce(cluster(8), *words)
+    announce(cluster(8, accelerator=""), *words)  # of unknown memory
+    announce(cluster(4, 4, device="cpu"), *words)
+
+
+def test_cpu_workers_share_the_cpus_and_the_memory_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_machine, "count_usable_cpus", lambda: 2)
+    monkeypatch.setattr(host_machine, "read_memory_bytes", lambda: 32 << 30)
+    one_core = DEVICES["cpu"]
+    for workers, share in ((1, 1.0), (2, 1.0), (8, 0.25)):
+        device = build_machine(workers, cluster(9, device="cpu")).device
+        assert (device.tflops, device.memory_gbs) == (share * one_core.tflops, share * one_core.memory_gbs)
+        assert device.memory_gib == 32 / workers
+    assert build_machine(8, cluster(4, 4, device="cpu")).device == one_core, "of other hosts"
 
 
 def test_unknown_device_is_assumed_to_be_an_h100() -> None:
