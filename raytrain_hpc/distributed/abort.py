@@ -17,6 +17,7 @@ from raytrain_hpc.distributed.peer_links import PeerSocket, read_socket_name, sh
 from raytrain_hpc.torch_private_groups import abort_accelerator_groups
 
 Endpoint = tuple[str, int]  # address and port
+_NO_RANK = -1
 
 
 class Connection(NamedTuple):
@@ -31,11 +32,18 @@ class Connection(NamedTuple):
 class CollectiveAbort:
     """A callable that aborts all collectives of this rank in one generation. `is_aborted`: whether it has done so."""
 
-    def __init__(self, sockets: Mapping[int, PeerSocket]):
-        """Arm the abort. `sockets`: to other ranks, by descriptor, from `find_peer_sockets`."""
+    def __init__(self, sockets: Mapping[int, PeerSocket], store: Endpoint | None = None):
+        """Arm the abort. `sockets`: to other ranks, by descriptor, from `find_peer_sockets`.
+
+        `store`: host and port of the store through which groups are being created. Connections to it are shut down too:
+        a rank waits there for the address of one that is lost.
+        """
         self._lock = threading.Lock()
         self._is_disarmed, self.is_aborted = False, False
-        self.sockets = sockets
+        self.sockets, self._store_endpoints = sockets, set[Endpoint]()
+        if store is not None:
+            found = socket.getaddrinfo(*store, type=socket.SOCK_STREAM)
+            self._store_endpoints = {_to_endpoint(endpoint) for *_, endpoint in found}
 
     def __call__(self) -> None:
         """Abort: collectives in progress on this rank raise an error. Callable from any thread; no-op if disarmed."""
@@ -44,6 +52,9 @@ class CollectiveAbort:
                 return
             self.is_aborted = True
             shut_down(self.sockets)
+            if self._store_endpoints:
+                connections = (c for c in list_connections() if c.remote_endpoint in self._store_endpoints)
+                shut_down({c.descriptor: PeerSocket(c.name, _NO_RANK) for c in connections})
             abort_accelerator_groups()
 
     def disarm(self) -> None:

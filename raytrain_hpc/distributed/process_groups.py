@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.rendezvous import DECISION_KEY, FORMED, Rendezvous
 from raytrain_hpc.parallel.computation_trace import ComputationTracer
 from raytrain_hpc.parallel.mesh_axis import Axis, ExpertMesh
@@ -25,6 +27,13 @@ from raytrain_hpc.torch_private import clear_dtensor_caches, init_fake_process_g
 
 class GenerationAbortedError(Exception):
     """The generation was aborted because another rank was lost."""
+
+
+class GroupOptions(TypedDict):
+    """Arguments of `init_process_groups` that depend on the model."""
+
+    tied_weights: bool
+    balance_experts: bool
 
 
 @dataclass(frozen=True)
@@ -87,23 +96,44 @@ def init_process_groups(
     tied_weights: bool = False,
     balance_experts: bool = False,
     arrival_timeout_s: float | None = None,
+    arm_abort: Callable[[CollectiveAbort], None] = lambda abort: None,
 ) -> ParallelContext:
     """Create all process groups of a generation. Collective; call on every rank at the start of the generation.
 
     Creates none for a single rank or without a rendezvous. `tied_weights`: the first and the last pipeline stage share
     a tied embedding table. `balance_experts`: ranks sum the loads of their experts, which needs `batch_group`.
-    `arrival_timeout_s`: for all ranks to call this, instead of the timeout of the rendezvous. Raises
-    GenerationAbortedError if a rank is lost meanwhile or does not arrive within the timeout.
+    `arrival_timeout_s`: for all ranks to call this, instead of the timeout of the rendezvous. `arm_abort`: is given
+    what ends this call from another thread; replace that abort afterwards. Raises GenerationAbortedError if that was
+    done, or if a rank is lost before all have arrived or does not arrive within the timeout.
     """
     if rendezvous is None or layout.world_size == 1:
         return ParallelContext(rank, layout, device)
+    abort = CollectiveAbort({}, (rendezvous.host, rendezvous.port))
+    arm_abort(abort)
+    try:
+        _init_default_group(rendezvous, rank, layout, device, arrival_timeout_s or rendezvous.timeout_s)
+        return build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)
+    except RuntimeError as error:  # of any group: its text says only that the store has closed the connection
+        if abort.is_aborted:
+            raise GenerationAbortedError("a rank was lost while process groups were created") from error
+        raise
+
+
+def _init_default_group(
+    rendezvous: Rendezvous, rank: int, layout: Layout, device: torch.device, arrival_timeout_s: float
+) -> None:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
     prefixed_store = PrefixStore(f"generation-{rendezvous.generation}", store)
-    _wait_for_all_ranks(prefixed_store, layout.world_size, arrival_timeout_s or rendezvous.timeout_s)
+    _wait_for_all_ranks(prefixed_store, layout.world_size, arrival_timeout_s)
     backend = get_backend(device).process_group
-    dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=layout.world_size, timeout=timeout)
-    return build_parallel_context(rank, layout, device, tied_weights=tied_weights, balance_experts=balance_experts)
+    try:
+        dist.init_process_group(backend, store=prefixed_store, rank=rank, world_size=layout.world_size, timeout=timeout)
+    except BaseException:
+        # torch has counted the group, and the number is part of the keys in the store. Destroying a group resets it.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        raise
 
 
 @contextmanager

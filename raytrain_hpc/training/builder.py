@@ -16,7 +16,7 @@ from raytrain_hpc.data.loader.block_stream import BlockSource
 from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import PeerInfo, exchange_peer_info
-from raytrain_hpc.distributed.process_groups import ParallelContext, init_process_groups
+from raytrain_hpc.distributed.process_groups import GroupOptions, ParallelContext, init_process_groups
 from raytrain_hpc.distributed.rendezvous import Rendezvous
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
@@ -96,7 +96,7 @@ def build_trainer(
     configure_torch(spec.config, device)
     dataset = open_data(spec, control)  # before the others wait in collectives: it may be copied for long
     durations.end("data")
-    context = _init_groups(spec, rank, device, rendezvous)
+    context = _init_groups(spec, rank, device, rendezvous, control)
     control.arm_abort(CollectiveAbort({}))  # those of devices; sockets of others are not known yet
     durations.end("communicator")
     if spec.custom is None:
@@ -260,17 +260,26 @@ def configure_torch(config: Config, device: torch.device) -> None:
     configure_attention(device, uses_mask=config.data.packing == "documents")
 
 
-def _init_groups(spec: WorkerSpec, rank: int, device: torch.device, rendezvous: Rendezvous | None) -> ParallelContext:
+def _init_groups(
+    spec: WorkerSpec, rank: int, device: torch.device, rendezvous: Rendezvous | None, control: ControlChannel
+) -> ParallelContext:
     # One node may copy a dataset that another one has. The watchdog sees a copy that stalls.
     arrival_timeout_s = _COPY_TIMEOUT_S if spec.config.data.local_cache else None
-    options = get_group_options(spec)
-    return init_process_groups(rendezvous, rank, spec.layout, device, arrival_timeout_s=arrival_timeout_s, **options)
+    return init_process_groups(
+        rendezvous,
+        rank,
+        spec.layout,
+        device,
+        arrival_timeout_s=arrival_timeout_s,
+        arm_abort=control.arm_abort,
+        **get_group_options(spec),
+    )
 
 
-def get_group_options(spec: WorkerSpec) -> dict[str, bool]:
+def get_group_options(spec: WorkerSpec) -> GroupOptions:
     """Return the keyword arguments of `init_process_groups` that depend on the model."""
     has_tied_weights = spec.custom is None and spec.model_spec.tie_embeddings
-    return {"tied_weights": has_tied_weights, "balance_experts": _has_expert_bias(spec)}
+    return GroupOptions(tied_weights=has_tied_weights, balance_experts=_has_expert_bias(spec))
 
 
 def _has_expert_bias(spec: WorkerSpec) -> bool:

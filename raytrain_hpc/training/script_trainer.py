@@ -75,7 +75,7 @@ class ScriptTrainer:
         self._spec, self._config, self._control, self._snapshot_store = spec, spec.config, control, snapshot_store
         self._durations = PhaseDurations()
         self.context: ParallelContext = init_process_groups(
-            rendezvous, rank, spec.layout, device, tied_weights=False, balance_experts=False
+            rendezvous, rank, spec.layout, device, arm_abort=control.arm_abort
         )
         control.arm_abort(CollectiveAbort({}))  # those of devices; sockets of others are not known yet
         self._callbacks = build_callback_list(spec, self.context, control)

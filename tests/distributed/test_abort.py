@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from raytrain_hpc.distributed.abort import CollectiveAbort
 from raytrain_hpc.distributed.handshake import exchange_peer_info
-from raytrain_hpc.distributed.process_groups import destroy_process_groups, init_process_groups
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError, destroy_process_groups, init_process_groups
 from raytrain_hpc.driver.node_agent import NodeAgent, WatchedProcess
 from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.state.shard_index import StateIndex
@@ -65,6 +65,43 @@ def test_abort_frees_ranks_that_wait_for_an_absent_peer(pool: WarmPool) -> None:
     results = pool.call(abort_while_rank_2_is_absent, 3, Layout(dp_replicate=3))
     for freed_s, message, _ in results[:2]:
         assert freed_s < ABSENT_S / 2 and "gloo" in message
+    assert [total for _, _, total in results] == [6.0] * 3
+
+
+def abort_while_groups_are_created(
+    rank: int, rendezvous: Any, layout: Layout, leaves_at: str
+) -> tuple[float, str, float]:
+    """Create groups, for which rank 2 leaves or stops; abort, then form new ones. Return as the function above."""
+    from raytrain_hpc.distributed import process_groups
+
+    cpu, aborts = torch.device("cpu"), list[CollectiveAbort]()
+    start, message = time.monotonic(), ""
+    if rank == 2:
+        store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
+        prefixed_store = dist.PrefixStore(f"generation-{rendezvous.generation}", store)
+        process_groups._wait_for_all_ranks(prefixed_store, 3, 60.0)
+        if leaves_at == "a subgroup":
+            dist.init_process_group("gloo", store=prefixed_store, rank=2, world_size=3)
+        time.sleep(ABSENT_S)
+    else:
+        threading.Timer(0.5, lambda: aborts[0]()).start()
+        try:
+            init_process_groups(rendezvous, rank, layout, cpu, arm_abort=aborts.append, balance_experts=True)
+        except GenerationAbortedError as error:
+            message = str(error)
+    freed_s = time.monotonic() - start
+    destroy_process_groups()
+    init_process_groups(replace(rendezvous, generation=rendezvous.generation + 1000), rank, layout, cpu)
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return freed_s, message, float(total)
+
+
+@pytest.mark.parametrize("leaves_at", ["the default group", "a subgroup"])
+def test_abort_frees_ranks_whose_peer_is_lost_while_groups_are_created(pool: WarmPool, leaves_at: str) -> None:
+    results = pool.call(abort_while_groups_are_created, 3, Layout(dp_shard=3, zero=1), leaves_at)
+    for freed_s, message, _ in results[:2]:
+        assert freed_s < ABSENT_S / 2 and message == "a rank was lost while process groups were created"
     assert [total for _, _, total in results] == [6.0] * 3
 
 

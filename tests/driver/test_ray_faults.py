@@ -8,16 +8,19 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import raytrain_hpc as rt
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.distributed import process_groups
 from raytrain_hpc.elastic.audit_schedule import choose_interval
 from raytrain_hpc.errors import ConfigError, RunFailedError
 from tests.driver.cli_process import count_steps, curve_point, read_curve, wait_until
@@ -129,6 +132,40 @@ def test_consecutive_faults(ray_cluster: None, reference_curve, tmp_path: Path) 
     assert "all_reduce" in incidents[4]["operation"] and "0" in incidents[3]["stacks"]
     assert incidents[5]["reason"].startswith("nothing is acknowledged from rank ") and "2" in incidents[5]["reason"]
     assert "all_reduce" in incidents[5]["operation"]
+
+
+class FaultWhileGroupsAreCreated(rt.Callback):
+    """Rank 1 sends itself a signal after the rendezvous of the second generation, before its process groups exist."""
+
+    def __init__(self, run_dir: Path, number: signal.Signals):
+        self._run_dir, self._number = run_dir, number
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Patch the process that receives the callback. In a worker, no other one has been created by then."""
+        self.__dict__ |= state
+        marker, real = self._run_dir / "signalled", dist.init_process_group
+
+        def init_process_group(*arguments: Any, rank: int, **options: Any) -> None:
+            if rank == 1 and (self._run_dir / "incidents.jsonl").exists() and not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), self._number)
+            real(*arguments, rank=rank, **options)
+
+        process_groups.dist = SimpleNamespace(**vars(dist) | {"init_process_group": init_process_group})
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "frozen")])
+def test_a_rank_that_is_lost_while_groups_are_created_costs_no_step(
+    ray_cluster: None, reference_curve, tmp_path: Path, number: signal.Signals, kind: str
+) -> None:
+    words = ["cluster.workers=4", "fault.inject=[{kind: kill, rank: 3, step: 6}]", "checkpoint.interval=0"]
+    config = make_config(tmp_path, *words, "train.steps=20")
+    result = rt.train(config, callbacks=[FaultWhileGroupsAreCreated(tmp_path, number)], quiet=True)
+    assert (result.outcome, result.steps, result.restarts) == ("done", 20, 2)
+    first, second = read_incidents(tmp_path)
+    assert (first["kind"], first["rank"], first["steps_lost"]) == ("died", 3, 0)
+    assert (second["kind"], second["rank"], second["steps_lost"]) == (kind, 1, 0)
+    assert second["detected_s"] < 8 and [line["step"] for line in read_lines(tmp_path)] == list(range(1, 21))
 
 
 def test_audits_undo_a_transient_fault_and_replace_a_broken_rank(ray_cluster: None, tmp_path: Path) -> None:
