@@ -22,7 +22,7 @@ from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.elastic.loss_spikes import WINDOW
 from raytrain_hpc.elastic.state_partition import compute_state_partition
 from raytrain_hpc.optim.lr_scheduler import LearningRate
-from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
+from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.optim.optimizer_class import check_optimizer_class
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.planner.hardware_defaults import check_float8
@@ -37,7 +37,7 @@ from raytrain_hpc.torch_device import set_device
 from raytrain_hpc.torch_private import load_dynamo, load_symbolic_shapes
 from raytrain_hpc.training.attention_kernel import configure_attention, log_attention_kernel
 from raytrain_hpc.training.audit_callbacks import build_audit_callbacks
-from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list
+from raytrain_hpc.training.callback_builder import add_common_callbacks, build_callback_list, start_callbacks
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
@@ -69,7 +69,6 @@ from raytrain_hpc.training.step_callbacks import EvaluationSchedule, RankStatist
 from raytrain_hpc.training.step_completion import StepCompletion
 from raytrain_hpc.training.step_guard import StepGuard
 from raytrain_hpc.training.step_metrics import StepMetrics
-from raytrain_hpc.training.stream_loader import StreamLoader
 from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.trainer import PendingWork, Trainer
 from raytrain_hpc.training.weight_exchange import WeightExchange
@@ -126,7 +125,7 @@ def _build_with_callbacks(
     durations.end("state")
     loader = build_loader(spec, dataset, context, block_source, control)
     durations.end("data")
-    callback_state = _start_callbacks(callbacks, loader, model, optimizer)
+    callback_state = start_callbacks(callbacks, loader, model, optimizer)
     state = build_state(model, optimizer, recent_losses, callback_state.list_shards())
     peers, peer_info, store = _restore_state(spec, context, state, callback_state, snapshot_store)
     replica_check = ReplicaCheck(state, context, callback_state.list_replicated())
@@ -360,19 +359,6 @@ def _build_rollback(
         checkpointer.finish,
         partial(_after_rollback, optimizer, callback_state),
     )
-
-
-def _start_callbacks(
-    callbacks: CallbackList, loader: Loader, model: ParallelModel, optimizer: Optimizer
-) -> CallbackState:
-    """Give the model to the callbacks, start their generation, and return their state, not restored yet."""
-    stream_states = (loader.state,) if isinstance(loader, StreamLoader) else ()
-    callbacks.add(*stream_states)
-    context = callbacks.context
-    context.modules, context.parameters = model.modules, get_local_slices(model.trainable_parameters)
-    context.get_gradients = optimizer.get_gradients
-    callbacks.run("on_generation_start")
-    return CallbackState((*callbacks.user, *stream_states), callbacks.dropped, model)
 
 
 def _build_trainer_callbacks(

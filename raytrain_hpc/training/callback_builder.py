@@ -11,7 +11,9 @@ from raytrain_hpc.callbacks.working_copy_upload import WorkingCopyUpload
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.distributed.replica_check import ReplicaCheck
 from raytrain_hpc.observability.profiler import StepProfiler
+from raytrain_hpc.optim.optimizer import Optimizer, get_local_slices
 from raytrain_hpc.parallel.computation_trace import ComputationTracer
+from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.runtime.bit_flips import UpdateHook
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.fault_injection import FaultInjector, SupportsLoss
@@ -21,7 +23,10 @@ from raytrain_hpc.storage.location import parse_location
 from raytrain_hpc.storage.object_path import ObjectPath
 from raytrain_hpc.storage.working_copy import WorkingCopy
 from raytrain_hpc.training.callback_list import CallbackList
+from raytrain_hpc.training.callback_state import CallbackState
+from raytrain_hpc.training.data_builder import Loader
 from raytrain_hpc.training.step_callbacks import ReplicaCheckSchedule
+from raytrain_hpc.training.stream_loader import StreamLoader
 
 
 def build_callback_list(
@@ -49,6 +54,19 @@ def build_callback_list(
         eval_metrics=eval_metrics,
         in_callback_phase=partial(control.in_phase, "callback"),
     )
+
+
+def start_callbacks(
+    callbacks: CallbackList, loader: Loader, model: ParallelModel, optimizer: Optimizer
+) -> CallbackState:
+    """Give the model to the callbacks, start their generation, and return their state, not restored yet."""
+    stream_states = (loader.state,) if isinstance(loader, StreamLoader) else ()
+    callbacks.add(*stream_states)
+    context = callbacks.context
+    context.modules, context.parameters = model.modules, get_local_slices(model.trainable_parameters)
+    context.get_gradients = optimizer.get_gradients
+    callbacks.run("on_generation_start")
+    return CallbackState((*callbacks.user, *stream_states), callbacks.dropped, model)
 
 
 def add_common_callbacks(
