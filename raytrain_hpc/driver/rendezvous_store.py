@@ -12,7 +12,9 @@ from raytrain_hpc.distributed.rendezvous import ABORTED, DECISION_KEY, Rendezvou
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-COLLECTIVE_TIMEOUT_S = 300.0  # a last resort: the watchdog detects stalled ranks much earlier
+# A last resort: the watchdog detects stalled ranks much earlier. Ranks wait in collectives for one that loads data or
+# runs a callback, for which it has as long.
+COLLECTIVE_TIMEOUT_S = 300.0
 
 
 class RendezvousStore:
@@ -23,7 +25,7 @@ class RendezvousStore:
 
     def __init__(self, host: str, config: Config):
         stall_timeout = config.fault.stall_timeout
-        self._timeout_s = COLLECTIVE_TIMEOUT_S if stall_timeout == AUTO else max(10 * float(stall_timeout), 10.0)
+        self._timeout_s = max(COLLECTIVE_TIMEOUT_S, 0.0 if stall_timeout == AUTO else 10 * float(stall_timeout))
         self._host = host
 
     @cached_property
