@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from raytrain_hpc.checkpoint.averaged_weights import select_averaged_weights
 from raytrain_hpc.checkpoint.merge_lora import read_merged_state
 from raytrain_hpc.checkpoint.store import CheckpointStore
 from raytrain_hpc.config.model_spec import ModelSpec
+from raytrain_hpc.cpu_limits import count_usable_cpus
 from raytrain_hpc.data.tokenizer.base import Tokenizer
 from raytrain_hpc.data.tokenizer.registry import tokenizer_from_json
 from raytrain_hpc.driver.run_directory import RunDirectory, check_holds_run, read_run_directory
@@ -21,6 +23,8 @@ from raytrain_hpc.errors import CheckpointError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate as sample_tokens
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard
+
+_MIN_PARALLEL_WORK = 1_000_000_000  # multiplications, which take a core 20 ms
 
 
 def generate(
@@ -49,9 +53,12 @@ def generate(
     sampled_ids: list[int] = []
     yielded = ""
 
+    num_threads = choose_num_threads(sum(weight.numel() for weight in model.parameters()) * seq_len)
+
     def predict(tokens: Tensor) -> Tensor:
+        with _limit_threads(num_threads):
+            logits: Tensor = model(tokens)
         # The model's vocabulary can be larger than the tokenizer's, which cannot decode the ids beyond its own.
-        logits: Tensor = model(tokens)
         return logits[..., : tokenizer.vocab_size]
 
     for token in sample_tokens(
@@ -63,6 +70,25 @@ def generate(
             continue
         yield text[len(yielded) :]
         yielded = text
+
+
+def choose_num_threads(multiplications: int) -> int:
+    """Return the number of threads for a forward pass on the CPU of so many multiplications.
+
+    Threads wait for each other after every operation: in a small model, and on busy CPUs, that takes most of the time.
+    """
+    return 1 if multiplications < _MIN_PARALLEL_WORK else count_usable_cpus()
+
+
+@contextmanager
+def _limit_threads(limit: int) -> Iterator[None]:
+    """Let torch use at most `limit` threads within the context."""
+    previous = torch.get_num_threads()
+    torch.set_num_threads(min(previous, limit))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(previous)
 
 
 def find_default_prompt(directory: RunDirectory) -> str:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from raytrain_hpc import text_generation
 from raytrain_hpc.errors import ConfigError, DataError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.model.generate import generate
@@ -78,3 +79,9 @@ def test_invalid_settings_are_refused_at_the_call():
     for setting in ({"context_length": 0}, {"temperature": -1.0}, {"top_k": -1}):
         with pytest.raises(ConfigError, match=next(iter(setting))):
             generate(model, [0], 1, **{"context_length": 4, **setting})
+
+
+def test_small_models_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_generation, "count_usable_cpus", lambda: 3)
+    quickstart, gpt2 = 886_000 * 128, 124_000_000 * 1024
+    assert [text_generation.choose_num_threads(work) for work in (quickstart, gpt2)] == [1, 3]
