@@ -139,10 +139,15 @@ class MembershipPlanner:
 
         "pause": more workers are ready and warm, microbatches should be rebalanced, or members leave: their nodes are
         draining, fewer workers are wanted, or another run has priority. "save" if members leave and the state is
-        partitioned: one may hold a part alone. None: continue. A run that follows its cluster grows when all new
+        partitioned: one may hold a part alone; and always with parallel.offload=disk, whose state does not fit into
+        memory. None: continue. A run that follows its cluster grows when all new
         workers are ready and its interval has passed. After a change, also starts workers up to the target, besides
         spares, and sets `stop_event` if draining nodes leave too few.
         """
+        request = self._find_reason_to_regroup()
+        return "save" if request == "pause" and self._config.parallel.offload == "disk" else request
+
+    def _find_reason_to_regroup(self) -> RegroupRequest:
         membership = self._membership
         if membership is None:
             return None

@@ -41,7 +41,7 @@ from raytrain_hpc.training.callback_builder import add_common_callbacks, build_c
 from raytrain_hpc.training.callback_list import CallbackList
 from raytrain_hpc.training.callback_state import CallbackState
 from raytrain_hpc.training.checkpointer import Checkpointer
-from raytrain_hpc.training.data_builder import Loader, build_evaluator, build_loader, list_eval_metrics, open_data
+from raytrain_hpc.training.data_builder import build_evaluator, build_loader, list_eval_metrics, open_data
 from raytrain_hpc.training.evaluator import Evaluator
 from raytrain_hpc.training.expert_bias import ExpertBias
 from raytrain_hpc.training.float8_support import list_without_float8

@@ -109,13 +109,15 @@ def test_draining_nodes_that_leave_too_few_workers_stop_the_run() -> None:
     assert lines == ["nodes are draining and too few workers remain: saving and stopping"]
 
 
-def test_new_workers_end_the_generation() -> None:
+@pytest.mark.parametrize("overrides, expected", [([], "pause"), (["parallel.offload=disk"], "save")])
+def test_new_workers_end_the_generation(overrides: list[str], expected: str) -> None:
+    """State that is offloaded to disk does not fit into memory, so that it is saved."""
     workers = Workers(*make_candidates(2, StatePart(1, 0, 1, 7)))
-    planner, _, lines = make_planner(workers, 3)
+    planner, _, lines = make_planner(workers, 3, *overrides, "parallel.offload_dir=scratch")
     planner.begin_generation(planner.wait_for_membership())
     assert planner.poll_regroup() is None
     workers.candidates = make_candidates(3)
-    assert planner.poll_regroup() == "pause" and lines == []
+    assert planner.poll_regroup() == expected and lines == []
     planner.begin_generation(planner.wait_for_membership())
     assert lines == ["workers: 1 more joined; 3 train now"]
 
