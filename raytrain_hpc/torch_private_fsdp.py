@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+def cast_inputs_to_bf16(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast floating-point inputs of a module, also within containers, as FSDP2 does with `param_dtype=bf16`.
+
+    A forward pre-hook. `_apply_to_tensors`: all versions.
+    """
+    from torch.distributed.utils import _apply_to_tensors
+
+    apply: Any = _apply_to_tensors
+    cast_args, cast_kwargs = apply(_to_bf16, (args, kwargs))
+    return cast_args, cast_kwargs
+
+
+def _to_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+
+
 @contextmanager
 def reshard_over_inner_dimension(mesh: DeviceMesh | None) -> Iterator[None]:
     """Make calls of `fully_shard` within keep weights sharded over the last dimension of `mesh` after a forward pass.

@@ -195,6 +195,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"at_any_dp_degree\[.*-ep: (2 of ddp-2|3 of zero2-3|2 of zero1-4|cp|cp x zero3|pp)\]",
         r"at_any_dp_degree\[moe-.*-(ep: tp|ep: 2 of (zero3-4|ddp-4)|ep: 2 of hsdp3-2x2|ep: cp x dp|zero3-4|ddp-3)\]",
         r"at_any_dp_degree\[(gpt2-.*-pp: ddp-3|gpt2-overrides9-pp|llama-.*-(tp: ddp-3|cp: ddp-2))",
+        r"at_any_dp_degree\[(gpt2-.*-zero3-4|llama-.*-(hsdp2-2x2|zero3-4))",  # the others in bf16
         r"every_degree_and_stage_gives_the_same_bits\[(ddp-2|zero1-2|zero3-5, recompute|hsdp2-2x2)\]",
         r"of_those_that_do_not\[interleaved_zero_bubble\]",
     ),
@@ -347,9 +348,6 @@ EXTENDED_TESTS: dict[tuple[str, str], str] = {  # file and name of tests that on
     ),
     ("optim/test_muon", "test_elastic_runs_with_experts_or_tensor_parallelism_have_the_same_bits"): (
         "elastic runs of HSDP, and whole matrices with tp and experts, in the same file"
-    ),
-    ("training/test_elastic_determinism", "test_split_backward_passes_in_bf16_have_the_same_bits_at_any_dp_degree"): (
-        "schedules that split backward passes in the same file, in fp32"
     ),
     ("jobs/test_job_submit", "test_wrong_config_fails_and_is_logged"): ("cli/test_wrong_inputs"),
     ("optim/test_optimizers_on_a_cluster", "test_the_curve_is_that_of_an_undisturbed_run"): (

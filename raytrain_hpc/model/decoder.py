@@ -27,10 +27,7 @@ RotaryTables = tuple[Tensor, Tensor]  # cosines and sines, each [t, 1, head_dim 
 
 @dataclass(frozen=True)
 class BlockContext:
-    """Inputs of a block other than the residual stream.
-
-    A dataclass, since FSDP2 casts the tensors of tuples to the compute dtype.
-    """
+    """Inputs of a block other than the residual stream."""
 
     rotary: RotaryTables | None = None
     dropout_keys: Tensor | None = None  # of this layer, int64 [b, t]

@@ -20,10 +20,19 @@ from raytrain_hpc.model.moe import Experts, LocalDispatcher, MixtureOfExperts
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
 from raytrain_hpc.parallel.mesh_axis import Axis
 from raytrain_hpc.parallel.tiled_linear import TiledLinear
+from raytrain_hpc.torch_private import forget_compiled_sizes, raise_recompile_limits
+
+_VERSIONS_PER_MODEL = 8  # of a function, as many as torch keeps by default
 
 
 def prepare_compile(axes: Mapping[str, Axis], store: WeightGradStore) -> None:
-    """Prepare what the stages of a rank share for torch.compile. Call before `store` is attached to a stage."""
+    """Prepare what the stages of a rank share for torch.compile. Call before `store` is attached to a stage.
+
+    The model is compiled for its sizes, whatever the process has compiled before: else the compiler would generalize
+    over the sizes, and would leave functions uncompiled of which it has many versions.
+    """
+    raise_recompile_limits(_VERSIONS_PER_MODEL)
+    forget_compiled_sizes()
     from raytrain_hpc.parallel.collective_ops import set_axes  # registers operators, which other runs do not need
 
     set_axes(axes)

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.schema import Config
 from raytrain_hpc.errors import ModelError
+from raytrain_hpc.model.decoder import Decoder
+from raytrain_hpc.parallel.block_discovery import exclude_shared
 from raytrain_hpc.parallel.computation_trace import ComputationTracer, ContributionTrace, describe_gradients
 from raytrain_hpc.parallel.ddp import AllReduceBucket, DDPSync, GradientBucket
 from raytrain_hpc.parallel.deferred_wgrad import WeightGradStore
@@ -24,8 +26,9 @@ from raytrain_hpc.parallel.reduction_order import ReductionOrder, ReductionOrder
 from raytrain_hpc.parallel.source_gradients import SourceGradients, get_source_gradients
 from raytrain_hpc.parallel.weight_copies import WeightCopies
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.planner.workload import keeps_weight_copies
+from raytrain_hpc.planner.workload import keeps_weight_copies, rounds_all_weights
 from raytrain_hpc.torch_private import is_persistent_buffer
+from raytrain_hpc.torch_private_fsdp import cast_inputs_to_bf16
 
 
 def apply_data_parallel(
@@ -72,7 +75,7 @@ def apply_data_parallel(
     else:
         for module in stages.values():
             _allocate_parameters(module, device) if _is_meta(module) else module.to(device)
-            _copy_weights(module, weight_copies, config, layout)
+        _copy_weights(stages, blocks, weight_copies, config, layout)
         dense = _get_weights(stages, lambda name: name not in expert_names, weight_copies)
         if make_bucket := _get_bucket_factory(replica_group, dense_order, dense, tracer):
             syncs.append(DDPSync(dense, make_bucket, bucket_mib, weight_copies.get_module_parameter))
@@ -164,11 +167,28 @@ def _make_shardable(module: nn.Module, zero_stage: int) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-def _copy_weights(module: nn.Module, weight_copies: WeightCopies, config: Config, layout: Layout) -> None:
-    train, recompute = config.train, config.parallel.activation_checkpointing
-    copies_dense, copies_experts = keeps_weight_copies(train.weight_copies, train.dtype, layout, recompute)
-    if copies_dense or copies_experts:
-        weight_copies.replace_weights(module, include_float8=copies_dense)
+def _copy_weights(
+    stages: Mapping[int, nn.Module],
+    blocks: Mapping[int, Sequence[nn.Module]],
+    weight_copies: WeightCopies,
+    config: Config,
+    layout: Layout,
+) -> None:
+    train, elastic = config.train, config.train.deterministic == "elastic"
+    recompute = config.parallel.activation_checkpointing
+    copies_dense, copies_experts = keeps_weight_copies(
+        train.weight_copies, train.dtype, layout, recompute, elastic=elastic
+    )
+    if not copies_dense and not copies_experts:
+        return
+    for stage, module in stages.items():
+        if not rounds_all_weights(train.dtype, layout, elastic=elastic):
+            weight_copies.replace_weights(module, include_float8=copies_dense)
+            continue
+        weight_copies.replace_all_weights(module)
+        if not isinstance(module, Decoder):
+            for unit in (*exclude_shared(blocks[stage], module), module):
+                unit.register_forward_pre_hook(cast_inputs_to_bf16, with_kwargs=True)
 
 
 def _get_weights(

@@ -87,7 +87,11 @@ class FSDPSync:
         ignored = set(experts.values()) if expert_mesh is None else set()
         policy = MixedPrecisionPolicy()
         if computes_in_bf16(dtype):
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            # A decoder's residual stream is in bf16 already, and its rotary tables must stay in fp32.
+            casts_inputs = not all(isinstance(module, Decoder) for module in modules.values())
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=casts_inputs
+            )
         shard_fn = partial(
             fully_shard, reshard_after_forward=settings.zero == 3, mp_policy=policy, ignored_params=ignored
         )

@@ -8,6 +8,7 @@ import torch
 
 from raytrain_hpc.config.training_config import TrainConfig, computes_in_bf16
 from raytrain_hpc.planner.layout import Layout
+from raytrain_hpc.planner.workload import rounds_all_weights
 
 
 def get_param_dtype(dtype: str) -> torch.dtype:
@@ -21,9 +22,10 @@ def get_compute_itemsize(dtype: str) -> int:
 
 
 def get_residual_dtype(train: TrainConfig, layout: Layout) -> torch.dtype:
-    """Return the dtype of the residual stream. FSDP2 casts the inputs of blocks to that of its weights."""
-    is_bf16 = layout.dp_shard > 1 or train.residual_dtype == "bf16"
-    return torch.bfloat16 if computes_in_bf16(train.dtype) and is_bf16 else get_param_dtype(train.dtype)
+    """Return the dtype of the residual stream."""
+    rounds_all = rounds_all_weights(train.dtype, layout, elastic=train.deterministic == "elastic")
+    is_bf16 = rounds_all or (computes_in_bf16(train.dtype) and train.residual_dtype == "bf16")
+    return torch.bfloat16 if is_bf16 else get_param_dtype(train.dtype)
 
 
 def autocast(dtype: str, device: torch.device) -> AbstractContextManager[object]:

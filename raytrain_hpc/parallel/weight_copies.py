@@ -1,8 +1,9 @@
-"""Copies of weights in bf16, made once per step, instead of a cast in every forward and backward pass.
+"""Copies of weights in bf16, made once per step: instead of a cast in every pass, or so that all operations read them.
 
 A copied weight is a parameter of its module in bf16. The fp32 weight ("master copy of weights": Micikevicius et al.
 2018, arXiv 1710.03740) is in no module: gradient sums, the optimizer, checkpoints and snapshots use it. Products read
 the same rounded numbers as after a cast, and each gradient is added to an fp32 sum as before: no bit of a run changes.
+With copies of all weights, norms and embeddings compute with rounded weights too, as they do under FSDP2.
 """
 
 from __future__ import annotations
@@ -36,13 +37,29 @@ class WeightCopies:
         if not isinstance(module, Decoder):
             return
         for submodule, name in _iter_product_weights(module, include_float8=include_float8):
-            weight = submodule.get_parameter(name)
-            copy = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
+            self._replace(submodule, name)
+
+    def replace_all_weights(self, module: nn.Module) -> None:
+        """Replace every parameter of any module by a copy, uninitialized, in place. Shared parameters stay shared.
+
+        Call as `replace_weights`.
+        """
+        for submodule in list(module.modules()):
+            for name, parameter in list(submodule.named_parameters(recurse=False)):
+                if parameter.is_floating_point():
+                    self._replace(submodule, name)
+
+    def _replace(self, module: nn.Module, name: str) -> None:
+        weight = module.get_parameter(name)
+        copy = self._copies.get(weight)
+        if copy is None:
+            data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+            copy = nn.Parameter(data, requires_grad=weight.requires_grad)
             if copy.requires_grad:
                 hook = partial(_move_gradient, weight)
                 copy.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            submodule.register_parameter(name, copy)
             self._weights[copy], self._copies[weight] = weight, copy
+        module.register_parameter(name, copy)
 
     def get_weight(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 weight of a parameter of a module: another tensor if the module has a copy."""

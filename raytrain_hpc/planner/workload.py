@@ -59,13 +59,14 @@ class Workload:
         return 2 * (2 if self.moment_dtype == "bf16" else self.state_itemsize)
 
     def get_residual_itemsize(self, layout: Layout) -> int:
-        """Return the bytes per element of the residual stream, which FSDP2 casts to the compute dtype."""
-        is_narrow = self.residual_dtype == "bf16" or layout.dp_shard > 1
+        """Return the bytes per element of the residual stream."""
+        is_narrow = self.residual_dtype == "bf16" or rounds_all_weights(self.dtype, layout, elastic=self.elastic)
         return 2 if self.compute_itemsize == 2 and is_narrow else self.state_itemsize
 
     def keeps_weight_copies(self, choice: LayoutChoice) -> tuple[bool, bool]:
         """Return whether a rank keeps bf16 copies of the weights of dense products, and of experts."""
-        return keeps_weight_copies(self.weight_copies, self.dtype, choice.layout, choice.recompute)
+        layout, recompute = choice.layout, choice.recompute
+        return keeps_weight_copies(self.weight_copies, self.dtype, layout, recompute, elastic=self.elastic)
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,25 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
     )
 
 
-def keeps_weight_copies(setting: bool | Auto, dtype: str, layout: Layout, recompute: Recompute) -> tuple[bool, bool]:
+def rounds_all_weights(dtype: str, layout: Layout, *, elastic: bool) -> bool:
+    """Return whether every operation reads weights in bf16, not only products, and the residual stream is in bf16.
+
+    FSDP2 gathers all weights in bf16. With elastic determinism, a single shard then has to round as several do.
+    """
+    return computes_in_bf16(dtype) and (layout.dp_shard > 1 or (elastic and layout.zero > 0))
+
+
+def keeps_weight_copies(
+    setting: bool | Auto, dtype: str, layout: Layout, recompute: Recompute, *, elastic: bool
+) -> tuple[bool, bool]:
     """Return whether a rank keeps bf16 copies of the weights of dense products, and of experts (`train.weight_copies`).
 
     FSDP2 casts the shards that it gathers instead. auto: unless blocks are recomputed. Otherwise what a forward pass
     casts stays until the backward pass has used it, so that copies need no more memory. Float8 products keep nothing.
+    If `rounds_all_weights`, a rank with a single shard has copies of all weights.
     """
     if not computes_in_bf16(dtype) or layout.dp_shard > 1 or setting is False:
         return False, False
-    if setting is True:
+    if setting is True or rounds_all_weights(dtype, layout, elastic=elastic):
         return True, True
     return recompute == "none" and dtype != "float8", recompute == "none"

@@ -15,7 +15,6 @@ from raytrain_hpc.planner.layout import Layout
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import Script, WorkerSpec
 from raytrain_hpc.torch_device import get_device_module, is_accelerator
-from raytrain_hpc.torch_private import forget_compiled_sizes, raise_recompile_limits
 from raytrain_hpc.training.builder import configure_torch, get_group_options
 from raytrain_hpc.training.data_builder import build_loader, open_data
 from raytrain_hpc.training.model_builder import (
@@ -29,7 +28,6 @@ from raytrain_hpc.training.timers import PhaseTimer
 from raytrain_hpc.training.train_module import AnyBatch, DecoderTrainModule, TrainModule
 
 _LAYERS_PER_STAGE = 2  # the input of the first one can have another dtype, or need no gradient
-_VERSIONS_PER_RANK = 8  # of a function, as many as torch keeps by default
 
 
 def can_warm_up_compiler(spec: WorkerSpec) -> bool:
@@ -100,13 +98,8 @@ def _read_first_microbatch(spec: WorkerSpec, dataset: Dataset | SampleDataset, d
 
 def _warm_up_rank(spec: WorkerSpec, rank: int, device: torch.device, batch: AnyBatch, *, evaluates: bool) -> None:
     """Compile what one rank of the generation runs. `evaluates`: the run has a validation set."""
-    raise_recompile_limits(_VERSIONS_PER_RANK)
-    forget_compiled_sizes()  # of other ranks: those of this one are constants too, as in a process of its own
-    try:
-        with simulate_process_groups(rank, spec.layout, device, **get_group_options(spec)) as context:
-            _run_passes(spec, context, batch, evaluates=evaluates)
-    finally:
-        forget_compiled_sizes()
+    with simulate_process_groups(rank, spec.layout, device, **get_group_options(spec)) as context:
+        _run_passes(spec, context, batch, evaluates=evaluates)
 
 
 def _run_passes(spec: WorkerSpec, context: ParallelContext, batch: AnyBatch, *, evaluates: bool) -> None:

@@ -6,6 +6,8 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch._dynamo import config
 
 from raytrain_hpc.parallel.mesh_axis import Axis
 from tests.parallel.compiled_run import CompiledRun, run_compiled
@@ -54,6 +56,26 @@ SEVERAL_GRAPHS = {
     "gpt2: tiles, selective": [*TWO, "parallel.zero=3", "parallel.tile_mib=0.004", SELECTIVE],
     "moe: ep, recompute": [*TWO, "parallel.ep=2", FULL],
 }
+
+
+def set_recompile_limits(rank: int, rendezvous: Any, limits: tuple[int, int]) -> tuple[int, int]:
+    """Let this process, which forgets what it has compiled, keep so many versions of a function; return the limits."""
+    torch.compiler.reset()
+    earlier = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit, config.accumulated_recompile_limit = limits
+    return earlier
+
+
+def test_runs_are_compiled_after_others_in_the_same_process(pool: WarmPool) -> None:
+    """The compiler gives up on a function after some versions of it. In bf16, what is not compiled has other bits."""
+    words = [*BASE, *MODELS["llama"], "model.num_layers=1", "train.dtype=bf16", "train.compile=true"]
+    (limits,) = pool.call(set_recompile_limits, 1, (8, 64))
+    expected = get_step_metrics(pool.train(make_small_config(None, *words))[0])
+    pool.call(set_recompile_limits, 1, (1, 1))
+    pool.train(make_small_config(None, *words, "train.seq_len=9"))
+    steps = get_step_metrics(pool.train(make_small_config(None, *words))[0])
+    pool.call(set_recompile_limits, 1, limits)
+    assert [step["train/grad_norm"] for step in steps] == [step["train/grad_norm"] for step in expected]
 
 
 def check_losses(pool: WarmPool, runs: list[CompiledRun], *words: str) -> None:

@@ -17,6 +17,7 @@ from raytrain_hpc.planner.layout import check_axes
 from raytrain_hpc.runtime.worker_spec import CustomModel
 from tests.training.elastic_runs import LAYOUTS, MODELS, RunOnce, run_bits, run_through_layouts
 from tests.training.normalized_bigram import build_normalized_bigram
+from tests.training.scaled_blocks import build_scaled_blocks
 from tests.warm_pool import WarmPool, make_small_config
 
 OTHER_AXES = {
@@ -87,13 +88,23 @@ def test_every_degree_and_stage_gives_the_same_bits(
         ("moe", SPLIT["zbv"], "ep: pp x zero2"),
         ("gpt2", SPLIT["zbv"], "pp: zero3-2"),
         ("gpt2", SPLIT["interleaved_zero_bubble"], "pp: ddp-3"),
+        ("llama", ["train.dtype=bf16", "parallel.zero=1"], "zero1-4"),
+        ("llama", ["train.dtype=bf16", "parallel.zero=2", "optimizer.name=muon"], "hsdp2-2x2"),
+        ("gpt2", ["train.dtype=bf16", "parallel.zero=3"], "zero3-5, recompute"),
+        ("gpt2", ["train.dtype=bf16", "parallel.zero=3", "train.compile=true"], "zero3-4"),
+        ("llama", ["train.dtype=float8", "parallel.zero=3", "lora.rank=2"], "zero3-4"),
+        ("moe", ["train.dtype=float8", "parallel.zero=2"], "zero2-3"),
+        ("moe", ["train.dtype=bf16", "parallel.zero=3"], "ep: 3 of zero2-3"),
+        ("llama", ["train.dtype=bf16", "parallel.zero=3", "parallel.tp=2"], "tp: zero3-2"),
+        ("gpt2", ["train.dtype=bf16", "parallel.zero=3", *SPLIT["zbv"]], "pp: zero3-2"),
     ],
 )
 def test_every_other_axis_gives_the_same_bits_at_any_dp_degree(
     pool: WarmPool, run_once: RunOnce, tmp_path: Path, model: str, overrides: list[str], layout: str
 ) -> None:
-    """Compare with a run on two ranks of that axis only."""
-    base = [*MODELS[model], *overrides, f"cluster.workers={2 if 'parallel' in ''.join(overrides) else 1}"]
+    """Compare with a run on one rank, or two of that axis only."""
+    num_ranks = 2 if {"parallel.tp=2", "parallel.cp=2", "parallel.pp=2", "parallel.ep=2"}.intersection(overrides) else 1
+    base = [*MODELS[model], *overrides, f"cluster.workers={num_ranks}"]
     assert run_bits(pool, tmp_path, *base, *OTHER_AXES[layout]) == run_once(*base)
 
 
@@ -121,12 +132,21 @@ def test_run_that_changes_its_dp_degree_keeps_the_bits(pool: WarmPool, run_once:
     assert losses == [step[0] for step in expected] and digest == expected_digest
 
 
-def test_split_backward_passes_in_bf16_have_the_same_bits_at_any_dp_degree(pool: WarmPool, tmp_path: Path) -> None:
-    """With ZeRO, whose residual stream is bf16: on two and three data-parallel ranks."""
-    words = [*MODELS["llama"], *SPLIT["zbv"], "train.dtype=bf16", "parallel.zero=3"]
-    assert run_bits(pool, tmp_path / "2", *words, "cluster.workers=4") == run_bits(
-        pool, tmp_path / "3", *words, "cluster.workers=6"
+def test_module_of_a_user_in_bf16_has_the_same_bits_with_one_shard_and_several(pool: WarmPool, tmp_path: Path) -> None:
+    """Its units get floating-point inputs in bf16, which also one that is not sharded has to cast."""
+    custom, words = CustomModel(build_scaled_blocks, custom_module.loss), ["train.dtype=bf16", "parallel.zero=3"]
+    single, *others = (
+        run_bits(pool, tmp_path / layout, *words, *overrides, custom=custom)
+        for layout, overrides in {"single": [], **{key: LAYOUTS[key] for key in ("zero3-4", "hsdp2-2x2")}}.items()
     )
+    assert others == [single] * 2
+
+
+def test_weights_cannot_be_read_in_fp32_if_shards_are_gathered_in_bf16() -> None:
+    words = ["train.deterministic=elastic", "train.dtype=bf16", "train.weight_copies=false"]
+    make_small_config(None, *words)
+    with pytest.raises(ConfigError, match="train.weight_copies=False .* a single shard .* parallel.zero=0"):
+        make_small_config(None, *words, "parallel.zero=1")
 
 
 @pytest.mark.parametrize("schedule", SPLIT)
