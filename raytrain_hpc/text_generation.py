@@ -73,7 +73,7 @@ def generate(
 
 
 def choose_num_threads(multiplications: int) -> int:
-    """Return the number of threads for a forward pass on the CPU of so many multiplications.
+    """Return the number of threads for a forward pass on the CPU with this number of multiplications.
 
     Threads wait for each other after every operation: in a small model, and on busy CPUs, that takes most of the time.
     """
