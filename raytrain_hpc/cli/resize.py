@@ -43,7 +43,8 @@ def resize(run_dir: str, workers: str, wait_s: float) -> None:
     mailbox = Mailbox(path)
     size_before = _read_size(mailbox)
     reply = send_resize(mailbox, number, _REPLY_TIMEOUT_S)
-    click.echo(f"{run_dir}: {reply.target} workers wanted, {reply.previous} before")
+    room = f"; the cluster has {reply.free} free" if reply.free and reply.target > reply.previous else ""
+    click.echo(f"{run_dir}: {reply.target} workers wanted, {reply.previous} before{room}")
     deadline, size = time.monotonic() + wait_s, size_before
     has_changed = False
     while not has_changed and time.monotonic() < deadline and _is_running(path):
@@ -54,7 +55,10 @@ def resize(run_dir: str, workers: str, wait_s: float) -> None:
     if has_changed:
         click.echo(f"{size} workers train")
     else:
-        click.echo(f"{size} workers train now; others join at a step boundary when they have started")
+        click.echo(
+            f"{size} workers train now; others join at a step boundary when there is room for them and they have "
+            "started, and until then the run continues as it is"
+        )
 
 
 def _parse_workers(text: str) -> int | Literal["auto"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,23 +35,42 @@ class ResizeRequest:
 
 @dataclass(frozen=True)
 class ResizeReply:
-    """The driver's reply: `previous` and new target, or with `remedy`, the reason of a refusal."""
+    """The driver's reply: `previous` and new target, or with `remedy`, the reason of a refusal.
+
+    `free`: CPUs and GPUs of the cluster that nothing holds, in words; "" if unknown.
+    """
 
     request_id: str
     previous: int
     target: int
     remedy: str = ""
+    free: str = ""
+
+
+def describe_free_resources() -> str:
+    """Return the free CPUs and GPUs of the cluster that this process is connected to, "" if it is to none."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    free: dict[str, float] = ray.available_resources()
+    return f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
 
 
 class ResizeListener:
     """Listener for requests in a thread of the driver.
 
     `resize` is called with each request and raises ConfigError to refuse it; `get_target` returns the target number of
-    workers.
+    workers. `describe_free`: see `ResizeReply.free`.
     """
 
-    def __init__(self, mailbox: Mailbox, resize: Callable[[Workers], None], get_target: Callable[[], int]):
-        self._mailbox, self._resize, self._get_target = mailbox, resize, get_target
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        resize: Callable[[Workers], None],
+        get_target: Callable[[], int],
+        describe_free: Callable[[], str] = describe_free_resources,
+    ):
+        self._mailbox, self._resize, self._get_target, self._describe_free = mailbox, resize, get_target, describe_free
         self._handled_id = ""
 
     @contextmanager
@@ -76,7 +96,7 @@ class ResizeListener:
             self._resize(request.workers)
         except ConfigError as error:
             remedy = error.remedy
-        reply = ResizeReply(request.request_id, previous, self._get_target(), remedy)
+        reply = ResizeReply(request.request_id, previous, self._get_target(), remedy, self._describe_free())
         self._mailbox.write(REPLY_NAME, json.dumps(asdict(reply)).encode())
         self._handled_id = request.request_id
 

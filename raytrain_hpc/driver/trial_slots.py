@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from raytrain_hpc.config.schema import AUTO, Config
@@ -16,7 +16,7 @@ from raytrain_hpc.ray_private import get_auth_environment
 
 @dataclass(frozen=True)
 class TrialSlots:
-    """Slots for runs: GPUs, or CPUs where runs use none.
+    """Slots for runs: GPUs, or CPUs where runs use none; `resource`: which of them.
 
     `count` returns how many a run takes. `words` and `environment` make a run connect to the Ray of all of them. If it
     was started for them, it runs until all processes that hold `held_descriptors` have ended.
@@ -28,6 +28,7 @@ class TrialSlots:
     environment: Mapping[str, str] = field(default_factory=dict)
     is_ray_started: bool = False
     held_descriptors: tuple[int, ...] = ()
+    resource: str = "CPU"
 
 
 @contextmanager
@@ -48,13 +49,14 @@ def connect_trial_slots(config: Config, at_once: int) -> Iterator[TrialSlots]:
             resources: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             free = int(resources.get(topology.ray_resource, 0))
             count = partial(count_slots, topology=topology, has_readers=True)
-            yield TrialSlots(free, count, words, environment) if is_shared else TrialSlots(free, count)
+            slots = TrialSlots(free, count, resource=topology.ray_resource)
+            yield replace(slots, words=words, environment=environment) if is_shared else slots
             return
         free = topology.total_slots if topology.has_accelerators else count_usable_cpus()
         # As for a Ray that a run starts for itself: no readers of Ray Data, which would need CPUs besides.
         words += ("data.engine=local",) if config.data.engine == AUTO else ()
         count = partial(count_slots, topology=topology, has_readers=config.data.engine == "ray")
-        yield TrialSlots(free, count, words, environment, is_ray_started=True)
+        yield TrialSlots(free, count, words, environment, is_ray_started=True, resource=topology.ray_resource)
 
 
 def count_slots(config: Config, *, topology: Topology, has_readers: bool) -> int:
@@ -73,5 +75,5 @@ def count_local_slots(config: Config) -> TrialSlots:
         from raytrain_hpc.torch_device import find_accelerator
 
         if find_accelerator() is not None:
-            return TrialSlots(1, lambda trial: 1)
+            return TrialSlots(1, lambda trial: 1, resource="GPU")
     return TrialSlots(count_usable_cpus(), lambda trial: trial.cluster.cpu_threads * get_min_world_size(trial))

@@ -140,7 +140,8 @@ class _SweepRunner:
         if not self._options.at_once:
             at_once = min(at_once, max(1, free // self._slots.count(self._plan.config)))
             room = f" in {free} free slots"
-        self._log(f"{self._plan.num_trials} trials in {self._plan.directory}, {at_once} at a time{room}")
+        size = f"a trial takes {self._slots.count(self._plan.config)} {self._slots.resource}s"
+        self._log(f"{self._plan.num_trials} trials in {self._plan.directory}, {at_once} at a time{room}; {size}")
         try:
             self._start_trials()
             while self._running:

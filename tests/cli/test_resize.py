@@ -32,7 +32,7 @@ def target(tmp_path: Path) -> Iterator[WorkerTarget]:
     lease = Lease.acquire(tmp_path, owner="test")
     target = make_target("cluster.min_workers=2", "cluster.max_workers=4")
     write_workers(tmp_path, 2)
-    with ResizeListener(Mailbox(tmp_path), target.resize, lambda: target.value).listen():
+    with ResizeListener(Mailbox(tmp_path), target.resize, lambda: target.value, lambda: "1 CPUs").listen():
         yield target
     lease.release()
 
@@ -49,8 +49,9 @@ def test_the_driver_is_resized(target: WorkerTarget, tmp_path: Path) -> None:
     result = resize(tmp_path, "3", "--wait", "0.5")
     assert (result.exit_code, target.value) == (0, 3), result.output
     assert result.output.splitlines() == [
-        f"{tmp_path}: 3 workers wanted, 2 before",
-        "2 workers train now; others join at a step boundary when they have started",
+        f"{tmp_path}: 3 workers wanted, 2 before; the cluster has 1 CPUs free",
+        "2 workers train now; others join at a step boundary when there is room for them and they have started, "
+        "and until then the run continues as it is",
     ]
     write_workers(tmp_path, 3)
     result = resize(tmp_path, "auto", "--wait", "0.5")

@@ -57,7 +57,7 @@ def test_trials_share_the_running_cluster(ray_cluster: None, tmp_path: Path, mon
     words = [*SMALL_OVERRIDES, "cluster.workers=4", f"run.dir={tmp_path}"]
     done = CliRunner().invoke(main, ["sweep", *words, "--over", "optimizer.lr=1e-3,1e-2"])
     assert done.exit_code == 0, done.output
-    assert "2 at a time in 8 free slots" in done.stderr and "2 running" in done.stderr
+    assert "2 at a time in 8 free slots; a trial takes " in done.stderr and "2 running" in done.stderr
     for metrics in tmp_path.glob("*/metrics.jsonl"):
         assert json.loads(metrics.read_text().splitlines()[-1])["elastic/world_size"] == 4
 
