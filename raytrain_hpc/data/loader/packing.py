@@ -169,15 +169,15 @@ def build_packing(name: PackingName, seq_len: int) -> Packing:
     return PaddedPacking(seq_len) if name == "padded" else WindowPacking(seq_len, name == "documents")
 
 
-def check_source(packing: Packing, source: TokenSource, index: int) -> None:
-    """Raise DataError if a source has no sample."""
+def check_source(packing: Packing, source: TokenSource, name: str) -> None:
+    """Raise DataError if a source has no sample. `name`: its key and path, for the message."""
     if packing.count_samples(source):
         return
     if isinstance(packing, PaddedPacking):
-        raise DataError(f"source {index} has no documents, which data.packing=padded needs; use packing=stream")
+        raise DataError(f"{name}: it has no documents, which data.packing=padded needs; use data.packing=stream")
     raise DataError(
-        f"source {index} holds {source.num_tokens} tokens and train.seq_len={packing.seq_len} needs at least "
-        f"{packing.seq_len + 1}: use a smaller seq_len or more text"
+        f"{name}: it holds {source.num_tokens} tokens, and train.seq_len={packing.seq_len} needs at least "
+        f"{packing.seq_len + 1}; set a smaller train.seq_len, or prepare more text"
     )
 
 

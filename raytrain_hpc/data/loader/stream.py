@@ -279,7 +279,10 @@ def open_stream(
     """Open the training stream of a dataset. Raises DataError if a source has no sample or batch sizes are invalid."""
     packing = build_packing(data.packing, seq_len)
     for index, source in enumerate(dataset.train):
-        check_source(packing, source, index)
+        key, path = "data.path", data.path
+        if data.sources:
+            key, path = f"data.sources[{index}].path", data.sources[index].path
+        check_source(packing, source, f"{key}={parse_location(path)}")
     count = packing.count_start_positions if data.order == "random" else packing.count_samples
     mixtures = build_mixtures(dataset, data, seq_len)
     sampler = Sampler([count(source) for source in dataset.train], mixtures, kind=data.order, seed=seed)

@@ -156,8 +156,10 @@ def test_random_order_follows_the_stage_weights(tmp_path):
 
 
 def test_sources_without_a_sample_raise(tmp_path):
-    with pytest.raises(DataError, match="source 0 holds 205 tokens and train.seq_len=205 needs at least 206"):
+    with pytest.raises(
+        DataError, match="data.path=stdlib: it holds 205 tokens, and train.seq_len=205 needs at"
+    ):
         make_stream(DataConfig(), make_source(tmp_path / "a"), seq_len=205)
     empty_source = TokenArray([], "uint16")
-    with pytest.raises(DataError, match="source 0 has no documents"):
+    with pytest.raises(DataError, match="data.path=stdlib: it has no documents"):
         make_stream(DataConfig(packing="padded"), empty_source)
