@@ -156,9 +156,7 @@ def test_random_order_follows_the_stage_weights(tmp_path):
 
 
 def test_sources_without_a_sample_raise(tmp_path):
-    with pytest.raises(
-        DataError, match="data.path=stdlib: it holds 205 tokens, and train.seq_len=205 needs at"
-    ):
+    with pytest.raises(DataError, match="data.path=stdlib: it holds 205 tokens, and train.seq_len=205 needs at"):
         make_stream(DataConfig(), make_source(tmp_path / "a"), seq_len=205)
     empty_source = TokenArray([], "uint16")
     with pytest.raises(DataError, match="data.path=stdlib: it has no documents"):
