@@ -31,6 +31,7 @@ class RayBackend:
 
     `ray_readers`: processes on it read training data for them. `follows_cluster`: the run has as many workers as the
     cluster has room for. `monitor`: of a cluster that was running. `coordinator`: connects it to the other runs there.
+    `stop_event`: ends the wait for slots and for the first workers.
     """
 
     world_size: int
@@ -42,6 +43,7 @@ class RayBackend:
     follows_cluster: bool
     monitor: ClusterMonitor | None
     coordinator: CoordinatorClient
+    stop_event: threading.Event | None = None
 
     def create_worker_group(self, config: Config) -> RayWorkerGroup:
         """Reserve slots for the workers and spares, and return their group."""
@@ -49,7 +51,7 @@ class RayBackend:
         if monitor is not None:
             nodes = [NodeCapacity(node.node_id, 0, node.free) for node in monitor.snapshot.nodes]
         count = min(self.start_count, self.world_size + config.cluster.spares)
-        pool = ActorPool(config, count, self.cluster, nodes=nodes)
+        pool = ActorPool(config, count, self.cluster, nodes=nodes, stop_event=self.stop_event)
         self.coordinator.begin(config, pool.count_slots)
         return RayWorkerGroup(
             config,
@@ -107,6 +109,7 @@ def open_ray_backend(
             follows_cluster=room.follows,
             monitor=monitor,
             coordinator=coordinator,
+            stop_event=stop_event,
         )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import Full, Queue
 from typing import Any, Literal
 
 from raytrain_hpc.callbacks.callback import DriverCallback, DriverControl
@@ -15,6 +17,7 @@ from raytrain_hpc.observability.experiment_trackers import list_tracker_factorie
 
 DriverHook = Literal["on_metrics", "on_incident", "on_checkpoint_published", "on_membership_changed"]
 _CLOSE_TIMEOUT_S = 10.0  # longest wait at the end of a run for events still in the queue
+_MAX_EVENTS = 10_000  # in a queue: some 30 MB
 
 
 class BackgroundCallback:
@@ -29,24 +32,34 @@ class BackgroundCallback:
         name: str,
         create: Callable[[], DriverCallback],
         on_error: Callable[[str, Exception, bool], None],
-        on_timeout: Callable[[str], None],
+        alarm: Callable[[str], None],
     ):
-        self._name, self._create, self._on_error, self._on_timeout = name, create, on_error, on_timeout
-        self._queue: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+        self._name, self._create, self._on_error, self._alarm = name, create, on_error, alarm
+        self._queue: Queue[tuple[str, tuple[Any, ...]]] = Queue(_MAX_EVENTS)
+        self._is_behind = False  # events are lost
         self._thread = threading.Thread(target=self._run, name=f"callback-{name}", daemon=True)
         self._thread.start()
 
     def call(self, hook: DriverHook, *arguments: Any) -> None:
-        """Queue the call of a hook. Does not block."""
-        if self._thread.is_alive():
-            self._queue.put((hook, arguments))
+        """Queue the call of a hook. Does not block. While 10,000 calls are queued, further ones are dropped."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put_nowait((hook, arguments))
+            self._is_behind = False
+        except Full:
+            if not self._is_behind:
+                self._is_behind = True
+                self._alarm(f"{self._name}: {_MAX_EVENTS:,} events behind; it misses further ones; the run continues")
 
     def close(self, outcome: str) -> None:
         """Queue the call of `on_finished`, and wait until all hooks have been called, for at most 10 s."""
-        self._queue.put(("on_finished", (outcome,)))
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+        with suppress(Full):
+            self._queue.put(("on_finished", (outcome,)), timeout=_CLOSE_TIMEOUT_S if self._thread.is_alive() else 0.0)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            self._on_timeout(f"{self._name}: still busy {_CLOSE_TIMEOUT_S:g} s after the end of the run")
+            self._alarm(f"{self._name}: still busy {_CLOSE_TIMEOUT_S:g} s after the end of the run")
 
     def _run(self) -> None:
         is_optional = True

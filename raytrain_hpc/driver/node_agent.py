@@ -72,7 +72,7 @@ class NodeAgent:
         If no request arrives for `orphan_timeout_s`, the workers are killed: the run continues without this node.
         """
         self._config, self._orphan_timeout_s, self._last_query_time = config, orphan_timeout_s, time.monotonic()
-        self._heartbeat_of_pid: dict[int, HeartbeatReader] = {}  # each file is opened once
+        self._heartbeat_of_pid: dict[int, HeartbeatReader] = {}  # of running processes: each file is opened once
         self._heartbeat_of_rank: dict[int, HeartbeatReader] = {}
         self._step_times: deque[float] = deque(maxlen=_STEP_WINDOW)
         self._last_timed_step: dict[int, int] = {}
@@ -94,6 +94,9 @@ class NodeAgent:
                 self._held.clear()
             else:
                 self._held.keep_step(memory_step)
+            self._heartbeat_of_pid = {
+                pid: heartbeat for pid, heartbeat in self._heartbeat_of_pid.items() if heartbeat.read(0).is_alive
+            }
             for process in workers.values():
                 if process.pid not in self._heartbeat_of_pid:
                     with contextlib.suppress(OSError):  # it has ended, which Ray reports

@@ -354,8 +354,8 @@ class RayWorkerGroup:
             self._pool.replace_worker(self._workers[rank])
         left_nodes = {failure.node_id for failure in failures.values() if failure.kind in NODE_KINDS}
         left_nodes |= self._pool.avoid_nodes(f.node_id for f in failures.values() if f.kind in AVOIDED_KINDS)
-        if self._capacity is not None:  # Ray lists a lost node for seconds, with slots that do not exist any more
-            left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))
+        # Also nodes of spares alone: Ray lists a lost node for seconds, with slots that do not exist any more.
+        left_nodes |= set(self._health.find_lost_nodes(rank_failed=True))
         for node_id in left_nodes:
             self._leave_node(node_id)
         self._poller.fetch_remaining(_REPLY_TIMEOUT_S, exclude=root_cause.ranks)

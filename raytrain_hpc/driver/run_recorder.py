@@ -23,6 +23,7 @@ from raytrain_hpc.observability.metrics import compute_mfu
 from raytrain_hpc.observability.peak_flops import get_peak_tflops
 
 Record = dict[str, Any]
+_MAX_UNSAVED_STEPS = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,23 @@ class RunTotals:
     first_step_unix: float | None = None
     checkpoint_path: str | None = None
     save_error: str | None = None
+
+    def add_step(self, step: int, seconds: float) -> None:
+        """Count a committed step, and remember it until it is saved.
+
+        Without checkpoints, older steps are remembered together, as the first of them: they are lost together, since
+        what memory holds is newer.
+        """
+        self.productive_step_s += seconds
+        self.unsaved_steps.append((step, seconds))
+        if len(self.unsaved_steps) > _MAX_UNSAVED_STEPS:
+            older, newer = self.unsaved_steps[: _MAX_UNSAVED_STEPS // 2], self.unsaved_steps[_MAX_UNSAVED_STEPS // 2 :]
+            self.unsaved_steps = [(older[0][0], sum(duration for _, duration in older)), *newer]
+
+    def undo_steps_after(self, step: int) -> None:
+        """Take back the steps after `step`, which are lost."""
+        self.productive_step_s -= sum(seconds for lost, seconds in self.unsaved_steps if lost > step)
+        self.unsaved_steps = [(kept, seconds) for kept, seconds in self.unsaved_steps if kept <= step]
 
 
 class RunRecorder:
@@ -133,12 +151,7 @@ class RunRecorder:
             if self._awaits_first_step:
                 self.ready_records = {}
             self._timelines.discard_incomplete()
-            self.totals.productive_step_s -= sum(
-                seconds for step, seconds in self.totals.unsaved_steps if step > first_step
-            )
-            self.totals.unsaved_steps = [
-                (step, seconds) for step, seconds in self.totals.unsaved_steps if step <= first_step
-            ]
+            self.totals.undo_steps_after(first_step)
             if self._tensorboard is not None:
                 self._tensorboard.discard_steps_after(first_step)
 
@@ -202,8 +215,7 @@ class RunRecorder:
             )
             self._committed_step = metrics["step"]
             self._unprinted_steps.append(metrics)
-            self.totals.productive_step_s += metrics["time/step_s"]
-            self.totals.unsaved_steps.append((self._committed_step, metrics["time/step_s"]))
+            self.totals.add_step(self._committed_step, metrics["time/step_s"])
             if self.totals.first_step_unix is None:
                 self.totals.first_step_unix = metrics["time/unix"]
         self._update_totals(metrics)  # also for a committed step that is reported again with its evaluation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
@@ -10,6 +11,8 @@ from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+_STOP_POLL_S = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +65,17 @@ class SlotReservations:
         unused.sort(key=lambda slot: (num_members[slot.node_id], slot.node_id))
         return set(unused[: max(0, len(self.slots) - count)])
 
-    def wait_until_free(self, timeout_s: float) -> bool:
-        """Wait until all slots were free and are reserved. Returns whether they are within `timeout_s` seconds."""
+    def wait_until_free(self, timeout_s: float, stop_event: threading.Event) -> bool:
+        """Wait until all slots were free and are reserved. Returns whether they are.
+
+        Gives up after `timeout_s` seconds, or soon after `stop_event` is set.
+        """
         deadline = time.monotonic() + timeout_s
-        return all(group.wait(max(0.0, deadline - time.monotonic())) for group in self._groups)
+        for group in self._groups:
+            while not group.wait(min(_STOP_POLL_S, max(0.0, deadline - time.monotonic()))):
+                if stop_event.is_set() or time.monotonic() >= deadline:
+                    return False
+        return True
 
     def count_by_node(self) -> Counter[str]:
         """Return the number of slots of each node that `reserve_on_node` was called for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -113,12 +114,15 @@ class ActorPool:
         actor_class: Any = WorkerActor,
         *,
         nodes: Sequence[NodeCapacity] | None = None,
+        stop_event: threading.Event | None = None,
     ):
         """Reserve `count` slots on `cluster`. Raises ClusterError if they are not free within cluster.start_timeout.
 
         `actor_class`: a Ray actor with the interface of WorkerActor. `nodes`: the nodes of a cluster that the run
-        follows; their slots need not be free in time.
+        follows; their slots need not be free in time. `stop_event`: ends this wait with ClusterError, and that of
+        `start`.
         """
+        self._stop_event = stop_event or threading.Event()
         self._starting: list[Worker] = []
         self._vacant_slots = VacantSlots()
         self.ready: list[Worker] = []
@@ -138,8 +142,10 @@ class ActorPool:
         self._reservations.reserve_together(
             list(workers_by_node.values()), list(workers_by_node) if cluster.has_racks else ()
         )
-        if not self._reservations.wait_until_free(config.cluster.start_timeout):
+        if not self._reservations.wait_until_free(config.cluster.start_timeout, self._stop_event):
             self.close()
+            if self._stop_event.is_set():
+                raise ClusterError(f"stopped before {count} free {cluster.ray_resource} slots were available")
             raise ClusterError(
                 f"cluster.start_timeout={config.cluster.start_timeout:g}: {count} free {cluster.ray_resource} slots "
                 "were not available in time; other jobs hold them (see `ray status`)"
@@ -148,14 +154,14 @@ class ActorPool:
     def start(self) -> None:
         """Start an actor in every slot and wait until all are ready. Raises ClusterError past cluster.start_timeout.
 
-        If the run follows the cluster, do not wait: nodes may leave meanwhile.
+        If the run follows the cluster, do not wait: nodes may leave meanwhile. Returns soon after a stop was requested.
         """
         slots = self._reservations.slots
         for slot in slots:
             self._start_worker(slot)
         if not self._follows_cluster:
-            self.wait_for_workers(len(slots))
-            self._is_started = True
+            self.wait_for_workers(len(slots), stop_event=self._stop_event)
+            self._is_started = len(self.ready) == len(slots)
 
     @property
     def nodes(self) -> set[str]:
@@ -188,19 +194,24 @@ class ActorPool:
         for slot in slots:
             self._start_worker(slot)
 
-    def wait_for_workers(self, count: int, timeout_s: float | None = None) -> None:
+    def wait_for_workers(
+        self, count: int, timeout_s: float | None = None, stop_event: threading.Event | None = None
+    ) -> None:
         """Start due replacements and block until `count` actors are ready.
 
         Raises ClusterError after `timeout_s` seconds (default: cluster.start_timeout), or if no actor is to start: none
-        is missing, or those that are have failed to start again and again.
+        is missing, or those that are have failed to start again and again. Returns soon after `stop_event` is set.
         """
         timeout = self._config.cluster.start_timeout
         deadline = time.monotonic() + (timeout if timeout_s is None else timeout_s)
         while (missing := count - len(self.ready)) > 0 and (now := time.monotonic()) < deadline:
+            if stop_event is not None and stop_event.is_set():
+                return
             self._refill_slots(now)
             if not self._vacant_slots.is_start_likely(worker.slot for worker in self._starting):
                 break
-            wait_s = min(deadline - now, _REFILL_INTERVAL_S) if self._vacant_slots else deadline - now
+            is_polled = self._vacant_slots or stop_event is not None
+            wait_s = min(deadline - now, _REFILL_INTERVAL_S) if is_polled else deadline - now
             descriptions = [worker.description_ref for worker in self._starting]
             if not descriptions:
                 time.sleep(wait_s)

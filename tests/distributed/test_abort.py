@@ -117,6 +117,9 @@ def test_a_node_agent_without_requests_from_the_driver_kills_its_workers() -> No
             time.sleep(0.1)
             assert agent.get_health().workers is not None and process.poll() is None, "requests keep the workers alive"
         assert process.wait(timeout=30) == -signal.SIGKILL
+        assert list(agent._heartbeat_of_pid) == [process.pid]
+        agent.watch({})
+        assert not agent._heartbeat_of_pid, "of processes that have ended, nothing is kept"
         agent.close()
 
 

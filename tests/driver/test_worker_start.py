@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from raytrain_hpc.config.loader import load_config
-from raytrain_hpc.driver import node_drain, vacant_slots, worker_group
+from raytrain_hpc.driver import node_drain, slot_reservations, vacant_slots, worker_group
+from raytrain_hpc.driver.health_monitor import HealthMonitor
 from raytrain_hpc.driver.ray_backend import RayWorkerGroup
 from raytrain_hpc.driver.worker_group import ActorPool
 from raytrain_hpc.elastic.cluster_following import NodeCapacity
-from raytrain_hpc.errors import ClusterError
+from raytrain_hpc.errors import ClusterError, WorkerFailedError
 from raytrain_hpc.planner.topology import Node, Topology
 from tests.driver.dry_run import FakeRendezvousStore
 from tests.driver.fake_ray import FakeRay, FakeRef, Scenario
@@ -175,3 +178,42 @@ def test_failed_first_start_ends_the_run() -> None:
         fake_ray.failing = 1
         with pytest.raises(ClusterError, match="a worker did not start"):
             pool.start()
+
+
+def test_a_spare_alone_on_a_node_that_is_lost_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says for seconds that the node is alive."""
+    cluster = Topology((Node("n0", "10.0.0.1", 1), Node("n1", "10.0.0.2", 1)), "cuda", "h100")
+    with FakeRay(cluster, Scenario()) as fake_ray:
+        pool = ActorPool(load_config(), 2, cluster, fake_ray.workers)
+        workers = RayWorkerGroup(load_config(), pool, FakeRendezvousStore(), ray_readers=False)
+        workers.start()
+        assert [candidate.node_id for candidate in workers.list_candidates()] == ["n0", "n1"]
+        (member,) = workers.set_members((0,))
+        place = {key: member[key] for key in ("node", "pid", "node_id")}
+        failure = WorkerFailedError(0, kind="died", reason="killed", detected_at=0.0, last_seen=0.0, **place)
+        monkeypatch.setattr(HealthMonitor, "find_lost_nodes", lambda self, rank_failed: ["n1"] if rank_failed else [])
+        assert workers._abort_generation(0.0, [failure]) is failure
+        assert workers.list_candidates() == []
+        workers.close()
+
+
+class NeverStarting(FakeRay):
+    """A fake Ray on which no actor becomes ready."""
+
+    def call(self, target: Any, name: str, arguments: tuple[Any, ...]) -> FakeRef:
+        return FakeRef() if name == "describe" else super().call(target, name, arguments)
+
+
+def test_a_stop_ends_the_wait_for_slots_and_for_the_first_workers() -> None:
+    config, stop_event = load_config(None, ["cluster.start_timeout=120"]), threading.Event()
+    with NeverStarting(CLUSTER, Scenario()) as fake_ray:
+        pool, start = ActorPool(config, 2, CLUSTER, fake_ray.workers, stop_event=stop_event), time.monotonic()
+        threading.Timer(0.2, stop_event.set).start()
+        pool.start()
+        assert pool.ready == [] and time.monotonic() - start < 60
+        taken = SimpleNamespace(wait=lambda timeout_s: time.sleep(min(timeout_s, 0.01)))
+        with (
+            mock.patch.object(slot_reservations, "placement_group", lambda bundles, **named: taken),
+            pytest.raises(ClusterError, match="stopped before 2 free GPU slots were available"),
+        ):
+            ActorPool(config, 2, CLUSTER, fake_ray.workers, stop_event=stop_event)

@@ -166,6 +166,31 @@ def test_unresponsive_server_does_not_delay_the_run(monkeypatch: pytest.MonkeyPa
     release.set()
 
 
+def test_a_callback_that_hangs_misses_events_instead_of_filling_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, release, seen = threading.Event(), threading.Event(), list[Any]()
+    monkeypatch.setattr(driver_callbacks, "_MAX_EVENTS", 3)
+
+    class Hanging(DriverCallback):
+        def on_metrics(self, metrics: dict[str, Any]) -> None:
+            started.set()
+            release.wait()
+            seen.append(metrics["step"])
+
+        def on_finished(self, outcome: str) -> None:
+            seen.append(outcome)
+
+    warnings: list[str] = []
+    callbacks = start_callbacks({"tracker": Hanging}, warnings)
+    callbacks.call("on_metrics", {"step": 1})
+    started.wait(60)
+    for step in range(2, 100):
+        callbacks.call("on_metrics", {"step": step})
+    assert warnings == ["tracker: 3 events behind; it misses further ones; the run continues"]
+    release.set()
+    callbacks.close("done")
+    assert seen == [1, 2, 3, 4, "done"]
+
+
 @pytest.mark.parametrize(("key", "name"), [("wandb_project", "wandb"), ("mlflow_uri", "mlflow")])
 def test_missing_tracker_is_reported_before_anything_starts(
     key: str, name: str, monkeypatch: pytest.MonkeyPatch
