@@ -22,7 +22,12 @@ REFERENCE_PAGE = "configuration"
 
 
 class ConfigReference(SphinxDirective):
-    """Generate one section per section of the config, with the keys as a definition list."""
+    """Generate one section per section of the config, with the keys as a definition list.
+
+    The content, the output of `raytrain-hpc config`, is for readers of the Markdown file, and not used.
+    """
+
+    has_content = True
 
     def run(self) -> list[nodes.Node]:
         """Return the sections."""

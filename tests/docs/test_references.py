@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import raytrain_hpc as rt
+from raytrain_hpc.cli.main import main
+from raytrain_hpc.config.recipes import list_recipes
 from raytrain_hpc.config.schema import SECTIONS, get_fields
 from tests.docs.documents import PAGES, ROOT, find_code_spans, read_blocks
 
@@ -31,6 +34,33 @@ def test_configuration_keys_exist(page: Path) -> None:
     # Attributes of the handles that rt.start and rt.attach return, conventionally called `run`.
     attributes = {f"run.{name}" for handle in (rt.Run, rt.ScriptRun) for name in dir(handle)}
     assert keys - attributes <= set(get_fields())
+
+
+def test_keys_on_the_page_of_the_configuration_are_those_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers of the Markdown file see this block; the generated page has the reference in its place."""
+    monkeypatch.setenv("COLUMNS", "110")
+    (block,) = [b for b in read_blocks(ROOT / "docs/configuration.md") if b.language == "{config-reference}"]
+    output = CliRunner().invoke(main, ["config"]).output
+    assert block.text.strip() == output.strip(), "replace the block by the output of `COLUMNS=110 raytrain-hpc config`"
+
+
+def test_output_on_the_page_of_the_planner_is_that_of_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYTRAIN_CACHE", str(tmp_path))  # without measurements of this machine
+    command, num_outputs = "", 0
+    for block in read_blocks(ROOT / "docs/planner.md"):
+        command = (block.commands or [command])[0]
+        if block.language == "text":
+            output = CliRunner().invoke(main, command.split()[1:]).output.splitlines()
+            assert [line for line in block.text.splitlines() if line not in [*output, f"$ {command}"]] == []
+            num_outputs += 1
+    assert num_outputs == 2
+
+
+def test_readme_names_all_recipes() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Recipes\n")[2].partition("```")[0]
+    assert {name for name in find_code_spans(section) if " " not in name} == set(list_recipes())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
