@@ -91,7 +91,8 @@ def _connect(config: Config, num_workers: int, print_notice: Callable[[str], Non
                 ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, RayError) as error:
             raise ClusterError(
-                f"cluster.address={address}: Ray did not answer: {_extract_first_line(error)}"
+                f"cluster.address={address}: Ray did not answer: {_extract_first_line(error)}; if the cluster uses "
+                "authentication, set RAY_AUTH_MODE=token and its token"
             ) from error
         print_notice(f"ray     {_describe_cluster(_name_cluster(address))}")
         return False
@@ -141,7 +142,18 @@ def _resolve_address(config: Config) -> str | None:
     if address == LOCAL:
         return None
     # Join a cluster on this machine as "auto": given its address, Ray would not look up its authentication token.
+    if address != AUTO and "RAY_ADDRESS" not in os.environ and is_same_address(address, read_local_address()):
+        return AUTO
     return address if address != AUTO or _is_ray_running_locally() else None
+
+
+def is_same_address(address: str, local_address: str | None) -> bool:
+    """Return whether an address is that of the cluster on this machine, `local_address`, perhaps by a loopback host."""
+    if local_address is None:
+        return False
+    host, _, port = address.rpartition(":")
+    local_host, _, local_port = local_address.rpartition(":")
+    return port == local_port and host in (local_host, "127.0.0.1", "localhost")
 
 
 def _is_ray_running_locally() -> bool:

@@ -15,6 +15,8 @@ _KILLED_OR_CRASHED = "connection error code 2"  # Ray learns of the death from a
 _MEMORY = re.compile(r"was ([\d.]+) ?GB (?:used )?/ ([\d.]+) ?GB")  # of the node, in an OutOfMemoryError
 _IDENTIFIER = re.compile(r"\b[0-9a-f]{32,}\b")
 _DEATH_MESSAGES = ("A worker died or was killed", "The node with node id")
+# Ray's gauges are exported by an agent of each node, which a run does not need: it is absent or starts late.
+_NO_METRICS_AGENT = re.compile(r"Failed to establish connection to the (event\+)?metrics exporter agent")
 _RAYLET_DIED, _RAYLET_LOG = "Raylet is terminated.", " Last "  # the message, and what precedes 20 lines of its log
 
 
@@ -40,8 +42,8 @@ def describe_actor_death(error: BaseException) -> str:
 class DeathMessageFilter:
     """Filter of what Ray prints in the driver: hides its messages about the death of workers that the run reports.
 
-    The end of a raylet, which names no node, is printed without its log. Output of workers and all other messages of
-    Ray are still printed.
+    The end of a raylet, which names no node, is printed without its log. That Ray exports no metrics is not printed.
+    Output of workers and all other messages of Ray are still printed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ class DeathMessageFilter:
             self._markers |= {f"Worker PID: {info['pid']} ", f"node id: {info['node_id']} "}
 
     def _print_others(self, data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        lines = data["lines"]
+        lines = [line for line in data["lines"] if not _NO_METRICS_AGENT.search(line)]
         if data.get("pid") == "raylet":
             lines = [_shorten(line) for line in lines if not self._is_hidden(line)]
         if lines and self._print is not None:

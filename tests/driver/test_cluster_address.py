@@ -21,6 +21,7 @@ import ray
 from raytrain_hpc import ray_address
 from raytrain_hpc.config.loader import load_config
 from raytrain_hpc.data.preprocess.ray_executor import RayDataExecutor
+from raytrain_hpc.driver.ray_cluster import is_same_address
 from raytrain_hpc.errors import ClusterError
 from raytrain_hpc.ray_address import check_address, find_address_problem
 from raytrain_hpc.ray_temp_dir import MAX_SOCKET_PATH_BYTES, check_socket_path, get_socket_path
@@ -133,6 +134,23 @@ def test_prepare_names_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # a connection of the tests would be used
     with start_http_server() as port, pytest.raises(ClusterError, match="an HTTP server.*use --engine local"):
         RayDataExecutor(f"127.0.0.1:{port}", 1)
+
+
+@pytest.mark.parametrize(
+    ("address", "local_address", "is_same"),
+    [
+        ("10.0.0.1:6379", "10.0.0.1:6379", True),
+        ("127.0.0.1:6379", "10.0.0.1:6379", True),
+        ("localhost:6379", "10.0.0.1:6379", True),
+        ("127.0.0.1:6380", "10.0.0.1:6379", False),
+        ("10.0.0.2:6379", "10.0.0.1:6379", False),
+        ("ray://10.0.0.1:6379", "10.0.0.1:6379", False),
+        ("127.0.0.1:6379", None, False),
+    ],
+)
+def test_address_of_the_cluster_on_this_machine(address: str, local_address: str | None, is_same: bool) -> None:
+    """It is joined as `auto`, with the authentication token that Ray then looks up."""
+    assert is_same_address(address, local_address) == is_same
 
 
 def test_head_of_a_cluster_is_accepted(ray_cluster: None) -> None:

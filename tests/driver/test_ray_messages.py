@@ -26,6 +26,10 @@ RAYLET_DIED = (
     "Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL by the user or system OOM "
     "killer, (2) Invalid memory access from Raylet causing SIGSEGV or SIGBUS, (3) Other termination signals. "
 )
+NO_METRICS_AGENT = (
+    "Failed to establish connection to the metrics exporter agent. Metrics will not be exported. Exporter agent "
+    "status: RpcError: Running out of retries to initialize the metrics agent. rpc_code: 14"
+)
 RAYLET_LOG = f"Last 20 lines of the Raylet logs:\n    node_manager.cc:210: Initializing NodeManager. node_id={NODE_ID}"
 
 
@@ -53,6 +57,9 @@ def test_only_reported_deaths_are_hidden(monkeypatch: pytest.MonkeyPatch) -> Non
     assert printed == [WORKER_DIED, *others, WORKER_DIED]
     print_as_ray(RAYLET_DIED + RAYLET_LOG)
     assert printed[-1] == RAYLET_DIED + "See raylet.out on its node."
+    for pid in ("raylet", "gcs_server", 9831):
+        print_as_ray(f"core_worker_process.cc:842: {NO_METRICS_AGENT}", pid)
+    assert NO_METRICS_AGENT not in "".join(printed)
     messages.remove()
     print_as_ray(NODE_DIED)
     assert printed[-1] == NODE_DIED
