@@ -93,6 +93,7 @@ def build_trainer(
     """
     durations = PhaseDurations()
     configure_torch(spec.config, device)
+    control.arm_abort(CollectiveAbort({}))  # ends a copy of the dataset
     dataset = open_data(spec, control)  # before the others wait in collectives: it may be copied for long
     durations.end("data")
     context = _init_groups(spec, rank, device, rendezvous, control)

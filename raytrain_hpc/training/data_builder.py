@@ -20,7 +20,7 @@ from raytrain_hpc.data.samples.sample_dataset import SampleDataset
 from raytrain_hpc.data.samples.sample_reader import SampleReader
 from raytrain_hpc.data.samples.stream_reader import StreamReader
 from raytrain_hpc.data.samples.stream_source import StreamSource
-from raytrain_hpc.distributed.process_groups import ParallelContext
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError, ParallelContext
 from raytrain_hpc.observability.metrics import get_eval_key
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.runtime.worker_spec import CustomModel, DatasetReference, WorkerSpec
@@ -82,6 +82,8 @@ class _CopyProgress:
     is_logged: bool = False
 
     def __call__(self) -> None:
+        if self.control.is_aborted:  # another rank has failed: end without completing the copy
+            raise GenerationAbortedError("its generation was aborted while a dataset was copied")
         self.control.set_phase("loading")
         if not self.is_logged:
             self.is_logged = True

@@ -20,6 +20,7 @@ from raytrain_hpc.data.dataset.builtin import SyntheticTokens, get_cache_dir, pr
 from raytrain_hpc.data.dataset.manifest import load_manifest
 from raytrain_hpc.data.dataset.sources import describe_source, open_dataset
 from raytrain_hpc.data.preprocess.prepare import prepare
+from raytrain_hpc.distributed.process_groups import GenerationAbortedError
 from raytrain_hpc.errors import DataError
 from raytrain_hpc.runtime.control_channel import ControlChannel
 from raytrain_hpc.training.builder import build_trainer
@@ -219,6 +220,25 @@ def test_a_rank_reports_outages_and_copies(prepared, tmp_path, monkeypatch):
     notes = [record["text"] for record in control.drain() if record["type"] == "note"]
     for text in ("copying the dataset to data.local_cache", "cannot be read on node", "is read again, after"):
         assert sum(text in note for note in notes) == 1, notes
+
+
+def test_a_copy_ends_when_its_generation_is_aborted(prepared, tmp_path, monkeypatch):
+    """Otherwise the error of another rank would be reported, or the run continue, only when it is complete."""
+    cache = tmp_path / "cache"
+    overrides = [f"data.path={prepared('a', 'a' * 9000)}", f"data.local_cache={cache}", "model.vocab_size=auto"]
+    spec = make_worker_spec(make_small_config(tmp_path / "run", *overrides), 1, steps_to=3)
+    monkeypatch.setattr(local_cache, "_BLOCK_BYTES", 1000)
+    control, phases = ControlChannel(), []
+
+    def set_phase(phase):
+        phases.append(phase)
+        if phases.count("loading") == 3:
+            control.abort()
+
+    monkeypatch.setattr(control, "set_phase", set_phase)
+    with pytest.raises(GenerationAbortedError):
+        build_trainer(spec, 0, torch.device("cpu"), None, control)
+    assert phases.count("loading") == 3 and not [*cache.rglob("*.partial")] and not [*cache.rglob("*.arrow")]
 
 
 def test_description_of_a_dataset_in_an_object_store_is_refused():
