@@ -155,13 +155,13 @@ def end_fsdp_backward(root: FSDPModule) -> None:
     _get_fsdp_state(root)._root_post_backward_final_callback()
 
 
-def list_fsdp_shards(module: FSDPModule) -> list[tuple[nn.Module, str, int]]:
-    """Return owner, name and number of elements of each shard, with padding, in the order in which FSDP2 gathers them.
+def list_fsdp_shards(module: FSDPModule) -> list[tuple[nn.Module, str, torch.Size]]:
+    """Return owner, name and shape of each shard, with padding, in the order in which FSDP2 gathers them.
 
     Without the parameters of FSDP2 modules inside. `_module_info`, `padded_sharded_param_size`: all versions.
     """
     return [
-        (info.module, info.param_name, parameter.padded_sharded_param_size.numel())
+        (info.module, info.param_name, parameter.padded_sharded_param_size)
         for group in _get_fsdp_param_groups(_get_fsdp_state(module))
         for parameter in group.fsdp_params
         for info in (parameter._module_info,)

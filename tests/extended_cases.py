@@ -195,7 +195,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"at_any_dp_degree\[.*-ep: (2 of ddp-2|3 of zero2-3|2 of zero1-4|cp|cp x zero3|pp)\]",
         r"at_any_dp_degree\[moe-.*-(ep: tp|ep: 2 of (zero3-4|ddp-4)|ep: 2 of hsdp3-2x2|ep: cp x dp|zero3-4|ddp-3)\]",
         r"at_any_dp_degree\[(gpt2-.*-pp: ddp-3|gpt2-overrides9-pp|llama-.*-(tp: ddp-3|cp: ddp-2))",
-        r"at_any_dp_degree\[(gpt2-.*-zero3-4|llama-.*-(hsdp2-2x2|zero3-4))",  # the others in bf16
+        r"at_any_dp_degree\[(gpt2-.*-zero3-4|llama-.*-hsdp2-2x2|llama-overrides29-zero3-4)",  # the others in bf16
         r"every_degree_and_stage_gives_the_same_bits\[(ddp-2|zero1-2|zero3-5, recompute|hsdp2-2x2)\]",
         r"of_those_that_do_not\[interleaved_zero_bubble\]",
     ),

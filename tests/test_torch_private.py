@@ -333,7 +333,8 @@ def list_shards(rank: int, rendezvous: Any) -> list[tuple[bool, str, int]]:
     outer = nn.Sequential(nn.Linear(4, 3), nn.Linear(2, 2))
     for module in (outer[1], outer):
         fully_shard(module, mesh=context.mesh)
-    return [(owner is outer[0], name, length) for owner, name, length in torch_private_fsdp.list_fsdp_shards(outer)]
+    shards = torch_private_fsdp.list_fsdp_shards(outer)
+    return [(owner is outer[0], name, shape.numel()) for owner, name, shape in shards]
 
 
 def test_fsdp_gathers_padded_shards_in_this_order(pool: WarmPool) -> None:

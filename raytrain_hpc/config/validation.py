@@ -148,11 +148,11 @@ def _check_train(config: Config) -> None:
     if t.weight_copies is True and t.dtype in ("fp32", "fp64"):
         remedy = f"train.dtype={t.dtype} casts no weights; set train.dtype=bf16 or float8, or this to auto"
         raise _make_error(config, "train.weight_copies", remedy)
-    rounds_shards = config.parallel.zero > 0 and t.dtype not in ("fp32", "fp64")
-    if t.weight_copies is False and t.deterministic == "elastic" and rounds_shards:
+    rounds_shards = t.dtype not in ("fp32", "fp64") or config.parallel.quantize != "none"
+    if t.weight_copies is False and t.deterministic == "elastic" and config.parallel.zero > 0 and rounds_shards:
         remedy = (
-            "shards are gathered in bf16, so that a single shard has to be copied to bf16 for the same bits; leave it "
-            "auto, or set parallel.zero=0"
+            "shards are rounded as they are gathered, so that a single shard has to be copied and rounded for the same "
+            "bits; leave it auto, or set parallel.zero=0"
         )
         raise _make_error(config, "train.weight_copies", remedy)
     if t.float8_head and t.dtype != "float8":

@@ -12,7 +12,6 @@ from math import ceil
 
 from raytrain_hpc.config.field import AUTO, Auto
 from raytrain_hpc.config.schema import Config
-from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.elastic.audit_schedule import MAX_AUTO_COST, AuditSchedule, count_ranks_per_unit
 from raytrain_hpc.elastic.shard_holders import ShardHolders
 from raytrain_hpc.planner.layout import Layout
@@ -101,10 +100,8 @@ def get_unit_layout(config: Config, layout: Layout) -> Layout:
 
 def _count_shards_of_same_bits(config: Config, num_shards: int) -> int:
     """Return over how few ranks weights can be sharded without other bits of the passes."""
-    parallel = config.parallel
-    if num_shards == 1 or parallel.tile_mib or parallel.quantize != "none":
-        return num_shards  # sizes of tiles, and the blocks of weights that are rounded together, depend on the shards
-    return 2 if computes_in_bf16(config.train.dtype) else 1  # all sharded weights are cast, as inputs of norms are
+    is_split = config.parallel.tile_mib > 0 and config.train.compile is True
+    return 2 if num_shards > 1 and is_split else 1  # gathers of tiles split the compiled code
 
 
 def choose_spare_interval(config: Config) -> int:

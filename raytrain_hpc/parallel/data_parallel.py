@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from raytrain_hpc.config.schema import Config
+from raytrain_hpc.config.training_config import computes_in_bf16
 from raytrain_hpc.errors import ModelError
 from raytrain_hpc.model.decoder import Decoder
 from raytrain_hpc.parallel.block_discovery import exclude_shared
@@ -26,7 +27,7 @@ from raytrain_hpc.parallel.reduction_order import ReductionOrder, ReductionOrder
 from raytrain_hpc.parallel.source_gradients import SourceGradients, get_source_gradients
 from raytrain_hpc.parallel.weight_copies import WeightCopies
 from raytrain_hpc.planner.layout import Layout
-from raytrain_hpc.planner.workload import keeps_weight_copies, rounds_all_weights
+from raytrain_hpc.planner.workload import copies_all_weights, keeps_weight_copies
 from raytrain_hpc.torch_private import is_persistent_buffer
 from raytrain_hpc.torch_private_fsdp import cast_inputs_to_bf16
 
@@ -174,21 +175,21 @@ def _copy_weights(
     config: Config,
     layout: Layout,
 ) -> None:
-    train, elastic = config.train, config.train.deterministic == "elastic"
-    recompute = config.parallel.activation_checkpointing
-    copies_dense, copies_experts = keeps_weight_copies(
-        train.weight_copies, train.dtype, layout, recompute, elastic=elastic
-    )
-    if not copies_dense and not copies_experts:
+    train, settings = config.train, config.parallel
+    is_bf16, is_quantized = computes_in_bf16(train.dtype), settings.quantize in ("weights", "both")
+    elastic = train.deterministic == "elastic"
+    if copies_all_weights(train.weight_copies, train.dtype, layout, elastic=elastic, quantized=is_quantized):
+        for stage, module in stages.items():
+            weight_copies.replace_all_weights(module, torch.bfloat16 if is_bf16 else None, is_quantized=is_quantized)
+            if is_bf16 and not isinstance(module, Decoder):
+                for unit in (*exclude_shared(blocks[stage], module), module):
+                    unit.register_forward_pre_hook(cast_inputs_to_bf16, with_kwargs=True)
         return
-    for stage, module in stages.items():
-        if not rounds_all_weights(train.dtype, layout, elastic=elastic):
+    copies = keeps_weight_copies(train.weight_copies, train.dtype, layout, settings.activation_checkpointing)
+    copies_dense, copies_experts = copies
+    if copies_dense or copies_experts:
+        for module in stages.values():
             weight_copies.replace_weights(module, include_float8=copies_dense)
-            continue
-        weight_copies.replace_all_weights(module)
-        if not isinstance(module, Decoder):
-            for unit in (*exclude_shared(blocks[stage], module), module):
-                unit.register_forward_pre_hook(cast_inputs_to_bf16, with_kwargs=True)
 
 
 def _get_weights(

@@ -42,7 +42,8 @@ def apply_float8_all_gather(module: FSDPModule, num_ranks: int, traffic: Quantiz
 
     `num_ranks`: over which its parameters are sharded.
     """
-    segments = [Segment(length, _is_float8_weight(owner, name)) for owner, name, length in list_fsdp_shards(module)]
+    shards = list_fsdp_shards(module)
+    segments = [Segment(shape.numel(), _is_float8_weight(owner, name)) for owner, name, shape in shards]
     if any(segment.is_float8 for segment in segments):
         module.set_custom_all_gather(Float8AllGather(segments, num_ranks, traffic))  # type: ignore[arg-type]
 

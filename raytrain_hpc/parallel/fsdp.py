@@ -244,7 +244,12 @@ def build_reshard_mesh(mesh: DeviceMesh, reshard_over: int) -> DeviceMesh | None
 def _apply_quantization(modules: Sequence[nn.Module], quantize: str, traffic: QuantizedTraffic) -> None:
     for fsdp_module in _iter_fsdp_modules(modules):
         if quantize in ("weights", "both"):
-            fsdp_module.set_custom_all_gather(QuantizedAllGather(traffic))  # type: ignore[arg-type]
+            shards = list_fsdp_shards(fsdp_module)
+            if shards:
+                owner, name, _ = shards[0]
+                num_ranks = getattr(owner, name).device_mesh.size(-1)
+                all_gather = QuantizedAllGather([shape for _, _, shape in shards], num_ranks, traffic)
+                fsdp_module.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
         if quantize in ("gradients", "both"):
             fsdp_module.set_custom_reduce_scatter(QuantizedReduceScatter(traffic))  # type: ignore[arg-type]
 

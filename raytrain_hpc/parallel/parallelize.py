@@ -215,7 +215,9 @@ def _shard_stage(
     shard_specs |= apply_lora(module, _get_lora_spec(config), shard_specs)
     partial_grads += list_partial_grads(module, axes, shard_specs)  # before parameters are replaced by tiles
     # Replaces the specs of tiled weights by those of the tiles, so it returns all of them.
-    shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), layout.dp_shard, shard_specs)
+    # Rounding tiles to whole rows per rank saves padding, but then the sums over tiles depend on the number of ranks.
+    num_ranks = 1 if config.train.deterministic == "elastic" else layout.dp_shard
+    shard_specs = apply_tiling(module, _get_max_tile_elements(config, layout), num_ranks, shard_specs)
     apply_loss_chunks(module, config.train.loss_chunks, axes, is_compiled=config.train.compile is True)
     if config.train.dtype == "float8":
         apply_float8(
@@ -295,7 +297,10 @@ def _get_lora_spec(config: Config) -> LoraSpec | None:
 
 
 def _get_max_tile_elements(config: Config, layout: Layout) -> int:
-    """Return the most elements of a tile, unless one row per rank is more. 0: no tiling, as without sharding."""
-    if layout.dp_shard == 1:
+    """Return the most elements of a tile, unless one row per rank is more. 0: no tiling.
+
+    A single shard is not tiled, unless it is to have the bits of several: the gradients of inputs are sums over tiles.
+    """
+    if layout.dp_shard == 1 and config.train.deterministic != "elastic":
         return 0
     return int(config.parallel.tile_mib * 2**20) // get_compute_itemsize(config.train.dtype)

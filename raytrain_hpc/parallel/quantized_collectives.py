@@ -3,6 +3,9 @@
 Wang et al. 2023, arXiv 2306.10209. Each block of values is sent as integers and one scale. All ranks, the sender
 included, compute with the dequantized weights, so they see the same values. Sharded weights, optimizer moments and sums
 are not quantized. Pass instances to FSDP2 as custom collectives.
+
+Weights are sharded by rows, and blocks of weights lie within a row. So the dequantized weights do not depend on the
+number of shards. Vectors, and matrices with short rows, are small: they are sent as they are.
 """
 
 from __future__ import annotations
@@ -12,25 +15,28 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from raytrain_hpc.parallel.blocking_collectives import all_gather_flat
 
-BLOCK_SIZE = 256
+BLOCK_SIZE = 256  # at most
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
+_MIN_ROW_LENGTH = 32  # of weights that are quantized
+_ALIGNMENT = 16  # bytes of which messages of weights are multiples, so that they can be viewed as any dtype
 
 
 def quantize(x: Tensor, bits: int) -> Tensor:
-    """Quantize x [n, m] to bytes [n, k]: signed integers of 8 or 4 bits, then one fp32 scale per block of 256.
+    """Quantize x [n, m] to bytes [n, k]: signed integers of 8 or 4 bits, then one fp32 scale per block.
 
-    The rounding error is at most half a step: the largest magnitude of the block divided by 254 (8 bits) or 14 (4
-    bits).
+    Blocks have equal sizes, of at most 256 elements of a row. The rounding error is at most half a step: the largest
+    magnitude of the block divided by 254 (8 bits) or 14 (4 bits).
     """
     num_rows, length = x.shape
-    num_blocks = -(-length // BLOCK_SIZE)
-    padded = x.new_zeros((num_rows, num_blocks * BLOCK_SIZE), dtype=torch.float32)
+    num_blocks, block_size = _split_row(length)
+    padded = x.new_zeros((num_rows, num_blocks * block_size), dtype=torch.float32)
     padded[:, :length] = x
-    values = padded.view(num_rows, num_blocks, BLOCK_SIZE)
+    values = padded.view(num_rows, num_blocks, block_size)
     max_code = 2 ** (bits - 1) - 1
     scales = values.abs().amax(dim=-1, keepdim=True) / max_code
     codes = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8).view(num_rows, -1)
@@ -42,21 +48,41 @@ def quantize(x: Tensor, bits: int) -> Tensor:
 
 def dequantize(message: Tensor, length: int, bits: int) -> Tensor:
     """Dequantize n rows from `quantize` to fp32 [n, length]."""
-    num_rows, num_blocks = message.shape[0], -(-length // BLOCK_SIZE)
-    code_bytes = num_blocks * BLOCK_SIZE * bits // 8
+    num_rows, (num_blocks, block_size) = message.shape[0], _split_row(length)
+    code_bytes = num_blocks * block_size * bits // 8
     codes = message[:, :code_bytes].view(torch.int8)
     if bits == 4:
         # Shift left, then right, to extend the sign from 4 to 8 bits.
         codes = torch.stack((codes << 4 >> 4, codes >> 4), dim=-1)
-    scales = message[:, code_bytes:].contiguous().view(torch.float32)
-    values = codes.reshape(num_rows, num_blocks, BLOCK_SIZE) * scales.unsqueeze(-1)
+    scales = message[:, code_bytes:].clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    values = codes.reshape(num_rows, num_blocks, block_size) * scales.unsqueeze(-1)
     return values.view(num_rows, -1)[:, :length]
 
 
 def get_quantized_nbytes(length: int, bits: int) -> int:
     """Return the size in bytes of a quantized row of `length` values."""
+    num_blocks, block_size = _split_row(length)
+    return num_blocks * (block_size * bits // 8 + 4)
+
+
+def _split_row(length: int) -> tuple[int, int]:
+    """Return the number of blocks of a row, and their size: even, since two integers of 4 bits share a byte."""
     num_blocks = -(-length // BLOCK_SIZE)
-    return num_blocks * (BLOCK_SIZE * bits // 8 + 4)
+    return num_blocks, -(-length // (2 * num_blocks)) * 2
+
+
+def _get_row_length(shape: torch.Size) -> int:
+    """Return the length of the rows of a weight that are quantized; 0: the weight is sent as it is."""
+    length = shape[1:].numel() if len(shape) > 1 else 0
+    return length if length >= _MIN_ROW_LENGTH else 0
+
+
+@torch.no_grad()
+def round_weight_(weight: Tensor) -> None:
+    """Round a whole weight in place as an all-gather of its shards does."""
+    if row_length := _get_row_length(weight.shape):
+        rows = weight.view(-1, row_length)
+        rows.copy_(dequantize(quantize(rows, WEIGHT_BITS), row_length, WEIGHT_BITS))
 
 
 @dataclass
@@ -78,19 +104,50 @@ class QuantizedComm:
 
 
 class QuantizedAllGather(QuantizedComm):
-    """A custom all-gather of weights for FSDP2."""
+    """A custom all-gather of the weights of one FSDP2 module."""
+
+    def __init__(self, shapes: Sequence[torch.Size], num_ranks: int, traffic: QuantizedTraffic):
+        """Set up the gathers of shards of these shapes, with padding, from `num_ranks` ranks."""
+        super().__init__(traffic)
+        self._num_ranks, self._lengths = num_ranks, [shape.numel() for shape in shapes]
+        self._row_lengths = [_get_row_length(shape) for shape in shapes]
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill `output_tensor` [ranks * n] from `input_tensor` [n] of all ranks. Blocking."""
-        message = quantize(input_tensor.view(1, -1), WEIGHT_BITS)
-        num_ranks = dist.get_world_size(group)
-        gathered = message.new_empty((num_ranks * message.shape[1],))
-        all_gather_flat(gathered, message.view(-1), group)
-        self._traffic.bytes += (num_ranks - 1) * message.numel()
-        values = dequantize(gathered.view(num_ranks, -1), input_tensor.numel(), WEIGHT_BITS)
-        output_tensor.view(num_ranks, -1).copy_(values)
+        """Fill `output_tensor` [ranks * n] from `input_tensor` [n] of all ranks. Blocking.
+
+        Groups of another size are those of `parallel.reshard_over`, whose weights were rounded before.
+        """
+        if dist.get_world_size(group) != self._num_ranks:
+            all_gather_flat(output_tensor, input_tensor, group)
+            return
+        shards = list(zip(torch.split(input_tensor, self._lengths), self._row_lengths, strict=True))
+        parts = [shard.view(torch.uint8) for shard, row_length in shards if not row_length]
+        parts += [quantize(shard.view(-1, row), WEIGHT_BITS).view(-1) for shard, row in shards if row]
+        message = torch.cat(parts)
+        message = F.pad(message, (0, -message.numel() % _ALIGNMENT))
+        gathered = message.new_empty(self._num_ranks * message.numel())
+        all_gather_flat(gathered, message, group)
+        self._traffic.bytes += (self._num_ranks - 1) * message.numel()
+        self._unpack(gathered.view(self._num_ranks, -1), output_tensor)
+
+    def _unpack(self, gathered: Tensor, output: Tensor) -> None:
+        """Write the messages [ranks, bytes] of all ranks to `output` [ranks * n]."""
+        targets = torch.split(output.view(self._num_ranks, -1), self._lengths, dim=1)
+        start = 0
+        for target, row_length in zip(targets, self._row_lengths, strict=True):
+            if not row_length:
+                end = start + target.shape[1] * target.itemsize
+                target.copy_(gathered[:, start:end].view(target.dtype))
+                start = end
+        for target, row_length in zip(targets, self._row_lengths, strict=True):
+            if row_length:
+                num_rows, row_nbytes = target.shape[1] // row_length, get_quantized_nbytes(row_length, WEIGHT_BITS)
+                end = start + num_rows * row_nbytes
+                rows = gathered[:, start:end].reshape(-1, row_nbytes)
+                target.copy_(dequantize(rows, row_length, WEIGHT_BITS).reshape(self._num_ranks, -1))
+                start = end
 
 
 class QuantizedReduceScatter(QuantizedComm):

@@ -1,9 +1,9 @@
-"""Copies of weights in bf16, made once per step: instead of a cast in every pass, or so that all operations read them.
+"""Copies of weights, made once per step: in bf16 instead of a cast in every pass, or rounded as gathered shards are.
 
 A copied weight is a parameter of its module in bf16. The fp32 weight ("master copy of weights": Micikevicius et al.
 2018, arXiv 1710.03740) is in no module: gradient sums, the optimizer, checkpoints and snapshots use it. Products read
 the same rounded numbers as after a cast, and each gradient is added to an fp32 sum as before: no bit of a run changes.
-With copies of all weights, norms and embeddings compute with rounded weights too, as they do under FSDP2.
+With copies of all weights, all operations compute with the numbers that FSDP2 gathers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from raytrain_hpc.model.decoder import Decoder, Head
 from raytrain_hpc.model.moe import Experts
 from raytrain_hpc.parallel.float8_linear import is_float8
+from raytrain_hpc.parallel.quantized_collectives import round_weight_
 from raytrain_hpc.parallel.tensor_parallel import RowParallelLinear
 from raytrain_hpc.torch_private import foreach_copy_
 
@@ -27,6 +28,7 @@ class WeightCopies:
     def __init__(self) -> None:
         self._weights: dict[Tensor, nn.Parameter] = {}  # by copy
         self._copies: dict[Tensor, nn.Parameter] = {}  # by weight
+        self._is_quantized = False
 
     def replace_weights(self, module: nn.Module, *, include_float8: bool) -> None:
         """Replace the weights that only products in bf16 read by copies, uninitialized, in place.
@@ -37,23 +39,25 @@ class WeightCopies:
         if not isinstance(module, Decoder):
             return
         for submodule, name in _iter_product_weights(module, include_float8=include_float8):
-            self._replace(submodule, name)
+            self._replace(submodule, name, torch.bfloat16)
 
-    def replace_all_weights(self, module: nn.Module) -> None:
+    def replace_all_weights(self, module: nn.Module, dtype: torch.dtype | None, *, is_quantized: bool) -> None:
         """Replace every parameter of any module by a copy, uninitialized, in place. Shared parameters stay shared.
 
-        Call as `replace_weights`.
+        `dtype`: of the copies, None: that of the parameter. `is_quantized`: copies are rounded as weights that travel
+        in 8 bits. Call as `replace_weights`.
         """
+        self._is_quantized = is_quantized
         for submodule in list(module.modules()):
             for name, parameter in list(submodule.named_parameters(recurse=False)):
                 if parameter.is_floating_point():
-                    self._replace(submodule, name)
+                    self._replace(submodule, name, dtype or parameter.dtype)
 
-    def _replace(self, module: nn.Module, name: str) -> None:
+    def _replace(self, module: nn.Module, name: str, dtype: torch.dtype) -> None:
         weight = module.get_parameter(name)
         copy = self._copies.get(weight)
         if copy is None:
-            data = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+            data = torch.empty(weight.shape, dtype=dtype, device=weight.device)
             copy = nn.Parameter(data, requires_grad=weight.requires_grad)
             if copy.requires_grad:
                 hook = partial(_move_gradient, weight)
@@ -74,6 +78,9 @@ class WeightCopies:
         """Copy the weights. Call before the passes of a step and before an evaluation."""
         if self._weights:
             foreach_copy_(list(self._weights), list(self._weights.values()))
+        if self._is_quantized:
+            for copy in self._weights:
+                round_weight_(copy)
 
     @torch.no_grad()
     def accumulate(self, parameter: Tensor, grad: Tensor) -> None:

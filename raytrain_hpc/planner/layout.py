@@ -207,6 +207,12 @@ def _check_elastic(config: Config) -> None:
             "use parallel.quantize=weights, or set train.deterministic to false or true instead of elastic"
         )
         raise LayoutError(key, quantize, config.origin(key), remedy)
+    if quantize == "weights" and config.parallel.ep > 1:
+        remedy = (
+            "weights are rounded where ranks that share them gather them, so that those of experts depend on the "
+            "number of ranks; use parallel.ep=1, or set train.deterministic to false or true instead of elastic"
+        )
+        raise LayoutError(key, quantize, config.origin(key), remedy)
 
 
 def _is_valid_stage_count(schedule: ScheduleName, virtual: int) -> bool:

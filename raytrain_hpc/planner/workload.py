@@ -23,7 +23,8 @@ class Workload:
     `compiled`: whether blocks and loss are compiled. `bucket_bytes`: size of the gradient buckets of plain data
     parallelism. `loss_chunks`: parts of the positions for head and loss. `residual_dtype`: of the residual stream in
     bf16 and float8, unless ZeRO shards the weights. `weight_copies`: as `train.weight_copies`. `audited`: whether some
-    steps are audited by ranks. `elastic`: whether `train.deterministic=elastic`.
+    steps are audited by ranks. `elastic`: whether `train.deterministic=elastic`. `quantized_weights`: whether shards
+    travel in 8 bits.
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class Workload:
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
     audited: bool = False
     elastic: bool = False
+    quantized_weights: bool = False
 
     @property
     def compute_itemsize(self) -> int:
@@ -64,9 +66,11 @@ class Workload:
         return 2 if self.compute_itemsize == 2 and is_narrow else self.state_itemsize
 
     def keeps_weight_copies(self, choice: LayoutChoice) -> tuple[bool, bool]:
-        """Return whether a rank keeps bf16 copies of the weights of dense products, and of experts."""
-        layout, recompute = choice.layout, choice.recompute
-        return keeps_weight_copies(self.weight_copies, self.dtype, layout, recompute, elastic=self.elastic)
+        """Return whether a rank keeps copies of the weights of dense products, and of experts."""
+        setting, dtype, layout = self.weight_copies, self.dtype, choice.layout
+        if copies_all_weights(setting, dtype, layout, elastic=self.elastic, quantized=self.quantized_weights):
+            return True, True
+        return keeps_weight_copies(setting, dtype, layout, choice.recompute)
 
 
 @dataclass(frozen=True)
@@ -130,28 +134,35 @@ def make_workload(config: Config, spec: ModelSpec) -> Workload:
         moment_dtype=config.optimizer.moment_dtype,
         audited=config.fault.audit_interval != 0,
         elastic=train.deterministic == "elastic",
+        quantized_weights=config.parallel.quantize in ("weights", "both"),
     )
 
 
 def rounds_all_weights(dtype: str, layout: Layout, *, elastic: bool) -> bool:
     """Return whether every operation reads weights in bf16, not only products, and the residual stream is in bf16.
 
-    FSDP2 gathers all weights in bf16. With elastic determinism, a single shard then has to round as several do.
+    FSDP2 gathers all weights in bf16. With elastic determinism, a single shard is rounded as several are.
     """
     return computes_in_bf16(dtype) and (layout.dp_shard > 1 or (elastic and layout.zero > 0))
 
 
-def keeps_weight_copies(
-    setting: bool | Auto, dtype: str, layout: Layout, recompute: Recompute, *, elastic: bool
-) -> tuple[bool, bool]:
+def copies_all_weights(setting: bool | Auto, dtype: str, layout: Layout, *, elastic: bool, quantized: bool) -> bool:
+    """Return whether a rank with a single shard keeps copies of all weights, rounded as gathered shards are.
+
+    `setting`: `train.weight_copies`. `quantized`: shards travel in 8 bits.
+    """
+    rounds_shards = quantized or computes_in_bf16(dtype)
+    return elastic and rounds_shards and layout.zero > 0 and layout.dp_shard == 1 and setting is not False
+
+
+def keeps_weight_copies(setting: bool | Auto, dtype: str, layout: Layout, recompute: Recompute) -> tuple[bool, bool]:
     """Return whether a rank keeps bf16 copies of the weights of dense products, and of experts (`train.weight_copies`).
 
     FSDP2 casts the shards that it gathers instead. auto: unless blocks are recomputed. Otherwise what a forward pass
     casts stays until the backward pass has used it, so that copies need no more memory. Float8 products keep nothing.
-    If `rounds_all_weights`, a rank with a single shard has copies of all weights.
     """
     if not computes_in_bf16(dtype) or layout.dp_shard > 1 or setting is False:
         return False, False
-    if setting is True or rounds_all_weights(dtype, layout, elastic=elastic):
+    if setting is True:
         return True, True
     return recompute == "none" and dtype != "float8", recompute == "none"

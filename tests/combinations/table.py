@@ -37,6 +37,9 @@ REFUSED = {
     ("`train.deterministic=elastic`", "`parallel.quantize=gradients`, `both`"): (
         "each rank rounds the sum of its own microbatches: the bits depend on the number of ranks"
     ),
+    ("`train.deterministic=elastic`", "`parallel.quantize=weights` with `parallel.ep` above 1"): (
+        "weights of experts are rounded where ranks that share them gather them: the bits depend on the number of ranks"
+    ),
     ("`parallel.quantize`", "this comparison"): "rounding changes the losses on purpose; it has tests of its own",
     ("`parallel.offload`", "`optimizer.name=sgd`"): "there is no state to offload",
     ("`parallel.tile_mib`", "ZeRO below 3"): "nothing gathers weights layer by layer",

@@ -30,7 +30,7 @@ LAYOUTS = [
 SETTINGS = {
     "fp32": [],
     "bf16": ["train.dtype=bf16"],
-    "int8": ["parallel.quantize=weights", "parallel.zero=1"],
+    "tiles": ["parallel.tile_mib=1", "parallel.zero=3", "train.compile=true"],
 }
 
 
@@ -83,10 +83,11 @@ def test_sources_have_all_weights_and_come_from_another_replica(layout: Layout) 
     ("words", "layout", "num_spares"),
     [
         ([], Layout(dp_shard=4, zero=3), 1),
-        (["train.dtype=bf16"], Layout(dp_shard=4, zero=3), 2),
+        (["train.dtype=bf16"], Layout(dp_shard=4, zero=3), 1),
         (["train.dtype=bf16"], Layout(dp_replicate=4), 1),
-        (["parallel.zero=3", "parallel.tile_mib=1"], Layout(dp_replicate=2, dp_shard=4, zero=3), 4),
-        (["train.dtype=bf16"], Layout(dp_shard=4, zero=1, tp=2, pp=2), 8),
+        (["parallel.zero=3", "parallel.tile_mib=1"], Layout(dp_replicate=2, dp_shard=4, zero=3), 1),
+        (["parallel.zero=3", "parallel.tile_mib=1", "train.compile=true"], Layout(dp_shard=4, zero=3), 2),
+        (["train.dtype=bf16"], Layout(dp_shard=4, zero=1, tp=2, pp=2), 4),
         ([], Layout(dp_replicate=4, ep=4, cp=2), 4),
     ],
 )

@@ -52,6 +52,8 @@ SPLIT = {
     ],
 }
 
+ZERO3_FLOAT8 = ["parallel.zero=3", "train.dtype=float8"]
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_degree_and_stage_gives_the_same_bits(
@@ -97,6 +99,10 @@ def test_every_degree_and_stage_gives_the_same_bits(
         ("moe", ["train.dtype=bf16", "parallel.zero=3"], "ep: 3 of zero2-3"),
         ("llama", ["train.dtype=bf16", "parallel.zero=3", "parallel.tp=2"], "tp: zero3-2"),
         ("gpt2", ["train.dtype=bf16", "parallel.zero=3", *SPLIT["zbv"]], "pp: zero3-2"),
+        ("llama", ["parallel.quantize=weights", "parallel.zero=2"], "hsdp2-2x2"),
+        ("moe", ["parallel.quantize=weights", "parallel.zero=1", "train.dtype=bf16"], "zero1-4"),
+        ("gpt2", ["parallel.tile_mib=0.001", "parallel.zero=3"], "zero3-5, recompute"),
+        ("llama", ["parallel.tile_mib=0.001", "parallel.quantize=weights", *ZERO3_FLOAT8], "zero3-4"),
     ],
 )
 def test_every_other_axis_gives_the_same_bits_at_any_dp_degree(
@@ -162,6 +168,9 @@ def test_quantized_gradients_are_refused() -> None:
     words = ["cluster.workers=4", "parallel.zero=2", "parallel.quantize=gradients", "train.deterministic=elastic"]
     with pytest.raises(LayoutError, match=r"rounds the sum .* parallel.quantize=weights"):
         check_axes(make_small_config(None, *words))
+    words = ["parallel.zero=2", "parallel.quantize=weights", "parallel.ep=2", "model.num_experts=4"]
+    with pytest.raises(LayoutError, match=r"those of experts depend on the number of ranks; use parallel.ep=1"):
+        check_axes(make_small_config(None, *words, "train.deterministic=elastic"))
     with pytest.raises(ConfigError, match="needs true, false or elastic"):
         make_small_config(None, "train.deterministic=exact")
 
