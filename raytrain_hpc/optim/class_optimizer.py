@@ -79,7 +79,6 @@ class ClassOptimizer(Optimizer):
         parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
         other = ClassOptimizer(parameters, settings, self._shard_specs, self._rank, self._kinds.moments)
         other._is_split = self._is_split
-        other.set_steps(self._num_steps)
         other.update_hooks = self.update_hooks
         return other
 

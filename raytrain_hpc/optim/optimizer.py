@@ -98,11 +98,12 @@ class Optimizer:
         """Parameters whose update needs whole matrices, of which this rank holds parts."""
         self.update_hooks: list[Callable[[Mapping[str, Tensor]], None]] = []
         """Functions that are called with the weights after each update of them."""
-        self.set_steps(0)
+        self.num_updates = torch.zeros(1, dtype=torch.int64)
+        """Updates that the moments have seen, for AdamW's bias correction. Part of the state: steps can be skipped."""
 
-    def set_steps(self, num_steps: int) -> None:
-        """Set the number of steps that the moments have seen, for AdamW's bias correction."""
-        self._num_steps = num_steps
+    def set_updates(self, num_updates: int) -> None:
+        """Set `num_updates`, until a state that has it is loaded."""
+        self.num_updates.fill_(num_updates)
 
     def release_memory(self) -> None:
         """Release the memory that reading or filling moments took."""
@@ -120,11 +121,7 @@ class Optimizer:
     def step(self, lr: float) -> None:
         """Update every slice with its gradient, then drop the gradients."""
         self.apply(self.get_gradients(), lr)
-        self.skip_step()
-
-    def skip_step(self) -> None:
-        """Count a step and drop its gradients without an update."""
-        self._num_steps += 1
+        self.num_updates += 1
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -133,7 +130,7 @@ class Optimizer:
             parameter.grad = None
 
     def make_temporary(self, weights: Mapping[str, Tensor]) -> Optimizer:
-        """Return an optimizer of the same settings and step count over other weights, whose state is zero.
+        """Return an optimizer of the same settings and number of updates over other weights, whose state is zero.
 
         For audits: its updates have the same bits. `weights`: slices of parameters of these names, without those in
         `matrix_names`, on the device of the moments.
@@ -143,12 +140,12 @@ class Optimizer:
         other = Optimizer(
             parameters, self._config, storage, elastic=self._elastic, canonical_names=self._canonical_names
         )
-        other.set_steps(self._num_steps)
+        other.set_updates(int(self.num_updates))
         other.update_hooks = self.update_hooks
         return other
 
     def apply(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Update the slices that `gradients` are of, without counting a step."""
+        """Update the slices that `gradients` are of, without counting the update."""
         self._apply(gradients, lr)
         if self.update_hooks:
             weights = self.weights
@@ -188,7 +185,7 @@ class Optimizer:
     def _run_adamw(self, operands: Sequence[list[Tensor]], *, lr: float, weight_decay: float) -> None:
         """Update weights. `operands`: weights, gradients, first and second moments."""
         for weights, gradients, first, second in _split_by_dtype(operands):
-            step = torch.full((), self._num_steps + 1.0, dtype=torch.float32, device=weights[0].device)
+            step = torch.full((), float(self.num_updates + 1), dtype=torch.float32, device=weights[0].device)
             fused_adamw_(
                 weights,
                 gradients,

@@ -37,7 +37,7 @@ _MOMENTUM_KIND = f"optimizer.{MOMENT_NAMES['muon'][0]}"
 def build_optimizer(model: ParallelModel, spec: WorkerSpec, rank: int) -> Optimizer:
     """Return the optimizer that the settings name, over the slices of this rank, before its state is restored."""
     optimizer = _create_optimizer(model, spec.config, rank)
-    optimizer.set_steps(spec.start_step)
+    optimizer.set_updates(spec.start_step)
     return optimizer
 
 

@@ -13,7 +13,7 @@ from raytrain_hpc.optim.optimizer import Optimizer
 from raytrain_hpc.parallel.parallelize import ParallelModel
 from raytrain_hpc.state.shard_index import Box, StateIndex, find_owned_regions
 from raytrain_hpc.state.sharded_state import ShardedState, StateShard, get_dtype_name, get_local_slice
-from raytrain_hpc.training.state_loader import RECENT_LOSSES
+from raytrain_hpc.training.state_loader import NUM_UPDATES, RECENT_LOSSES
 
 
 def build_state(
@@ -42,6 +42,8 @@ def build_state(
             if weight.name in tensors
             for shard in weight.make_other_shards(f"optimizer.{kind}", tensors[weight.name])
         ]
+    if "exp_avg" in optimizer.moments and not optimizer.other_state:  # other optimizers count none, or for themselves
+        shards.append(StateShard.from_tensor(NUM_UPDATES, optimizer.num_updates))
     if recent_losses is not None:
         shards.append(StateShard.from_tensor(RECENT_LOSSES, recent_losses))
     return ShardedState([*shards, *callback_shards])

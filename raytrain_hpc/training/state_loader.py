@@ -29,6 +29,7 @@ from raytrain_hpc.state.sharded_state import ShardedState
 from raytrain_hpc.storage.location import parse_location
 
 RECENT_LOSSES = "losses"  # part of the state only if loss spikes are detected
+NUM_UPDATES = "updates"  # of the moments of AdamW; earlier versions took the number of steps
 GENERATORS = "generators"  # random generators of a script; earlier versions did not save them
 CALLBACK_PREFIX = "callbacks."  # of the tensors that are the state of callbacks, which runs may add and remove
 _EXPERT_BIAS_SUFFIX = ".router.bias"  # present if a bias balances the experts
@@ -106,7 +107,7 @@ def load_checkpoint(checkpoint: Checkpoint, state: ShardedState, indexes: list[S
     """Fill the state from a checkpoint. Raises CheckpointError unless it has exactly the tensors of this model.
 
     Recent losses and the state of callbacks may be missing on either side, since `fault.loss_spike_deviations` and the
-    callbacks of a run may change.
+    callbacks of a run may change; so may what earlier versions did not save.
     """
     names = _select_stored(checkpoint.index, indexes, str(checkpoint.path))
     read_state(checkpoint, ShardedState(shard for shard in state if shard.name in names))
@@ -125,7 +126,7 @@ def _select_stored(stored: StateIndex, indexes: list[StateIndex], checkpoint_nam
 
 
 def _is_optional(name: str) -> bool:
-    return name in (RECENT_LOSSES, GENERATORS) or name.startswith(CALLBACK_PREFIX)
+    return name in (RECENT_LOSSES, NUM_UPDATES, GENERATORS) or name.startswith(CALLBACK_PREFIX)
 
 
 def load_model_weights(checkpoint: Checkpoint, state: ShardedState, indexes: list[StateIndex]) -> None:

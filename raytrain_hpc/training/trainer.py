@@ -238,7 +238,6 @@ class Trainer:
         self.snapshots.before_update()
         self.control.set_phase("saving")
         steps_undone = self.step_guard.reject(step, result.loss, result.grad_norm)
-        self.model_update.optimizer.skip_step()
         rollback = f"; state rolled back to step {step - steps_undone}" if steps_undone else ""
         self.step_guard.report_incident(incident, f"bad again when recomputed{rollback}", steps_undone)
         return result, False

@@ -30,7 +30,7 @@ from tests.training import elastic_runs
 from tests.training.elastic_runs import RunOnce, run_bits, run_through_layouts
 from tests.training.generations import train_with_changed_ranks
 from tests.training.test_step_guard import read_shards
-from tests.warm_pool import RankFailedError, WarmPool, make_small_config
+from tests.warm_pool import RankFailedError, WarmPool, get_step_metrics, make_small_config
 
 MODEL = [*LLAMA, *ODD, "model.num_kv_heads=2", "model.tie_embeddings=false"]
 LR = 3e-3
@@ -125,6 +125,21 @@ def test_adamw_by_path_has_the_bits_of_adamw(run_once: RunOnce) -> None:
     by_path = make_words("torch.optim.AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.1, "fused": True})
     words = [*elastic_runs.MODELS["gpt2"], "train.deterministic=true"]  # elastic gives the ends of slices other bits
     assert run_once(*words, *by_path)[0] == run_once(*words)[0]
+
+
+def test_the_bias_correction_of_adamw_counts_no_skipped_step(pool: WarmPool, tmp_path: Path) -> None:
+    """Torch's class counts updates by itself. Nor is it counted after a resume, and after a recovery from memory."""
+    faults = ", ".join(["{kind: nan, rank: 0, step: 2}"] * 2)
+    skipping = ["fault.on_nan=skip", f"fault.inject=[{faults}]"]
+    words = ["train.steps=6", "train.deterministic=true", "checkpoint.interval=4", *skipping]
+    by_path = make_words("torch.optim.AdamW", {"betas": [0.9, 0.999], "weight_decay": 0.1, "fused": True})
+    config = make_small_config(tmp_path / "own", *words, "optimizer.beta2=0.999")
+    by_class = make_small_config(tmp_path / "class", *words, *by_path)
+    losses, of_class = ([m["train/loss"] for m in get_step_metrics(pool.train(c)[0])] for c in (config, by_class))
+    assert len(losses) == 6 and losses[2:] == of_class[2:]
+    assert [m["train/loss"] for m in get_step_metrics(pool.train(config, resume_step=4)[0])] == losses[4:]
+    recovered, undisturbed = train_with_changed_ranks(pool, tmp_path / "memory", *skipping)
+    assert len(recovered) == 6 and recovered[2:] == undisturbed[2:]
 
 
 def test_state_is_recovered_from_the_memory_of_other_ranks(pool: WarmPool, tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def test_a_bf16_residual_stream_needs_bf16_products() -> None:
 def test_bf16_keeps_the_state_in_fp32(pool: WarmPool, tmp_path: Path) -> None:
     pool.train(make_small_config(tmp_path, "train.dtype=bf16", "cluster.workers=2", "parallel.zero=3"))
     manifest = json.loads((tmp_path / "checkpoints" / "step-00000005" / "manifest.json").read_text())
-    assert {tensor["dtype"] for tensor in manifest["index"].values()} == {"float32"}
+    dtypes = {tensor["dtype"] for name, tensor in manifest["index"].items() if name != "updates"}  # their number
+    assert dtypes == {"float32"}
 
 
 def test_sgd_trains_without_optimizer_state(pool: WarmPool, tmp_path: Path) -> None:
