@@ -105,8 +105,8 @@ def _choose_prompt(tokenizer: Tokenizer) -> str:
 
 
 def _load_tokenizer(directory: RunDirectory) -> Tokenizer:
-    check_holds_run(directory)
     if not directory.tokenizer.exists():
+        check_holds_run(directory)
         raise DataError(f"{directory.location}: the run has no tokenizer (synthetic tokens have none)")
     try:
         data = json.loads(directory.tokenizer.read_text())

@@ -207,10 +207,11 @@ def _open_stream(config: Config, dataset: Dataset | SampleDataset) -> LocalStrea
             dataset.open_order(config, 1)
         return SampleStream(dataset, config.run.seed, config.train.global_batch_size)
     seq_len, batch_size = config.train.seq_len, config.train.global_batch_size
-    if dataset.val is not None:
-        check_targets(dataset.val, build_packing(config.data.packing, seq_len), config.eval.samples)
     options = {"seed": config.run.seed, "seq_len": seq_len, "global_batch_size": batch_size}
-    return open_stream(dataset, config.data, **options, micro_batch_size=1)
+    stream = open_stream(dataset, config.data, **options, micro_batch_size=1)
+    if dataset.val is not None:  # after the check whether it can be packed so
+        check_targets(dataset.val, build_packing(config.data.packing, seq_len), config.eval.samples)
+    return stream
 
 
 def _find_init_checkpoint(run: PreparedRun, warn: Callable[[str], None]) -> Location | None:

@@ -125,6 +125,7 @@ class _SweepRunner:
         self._candidates = self._generate_trials(recorded)
         self._next: Trial | None = None  # waits for room
         self._running: list[TrialProcess] = []
+        self._is_stopping = False
         self._curves: dict[tuple[str, ...], Curve] = {}  # of finished trials, by settings
         for trial in recorded:
             plan.search.exclude(trial.settings)  # also of a trial that is still to be continued
@@ -287,6 +288,9 @@ class _SweepRunner:
 
     def _stop_all(self) -> None:
         """Request all running trials to save and stop, once."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._log(f"stopping: {len(self._running)} running trials save their state and stop")
         for process in self._running:
             process.stop()
 

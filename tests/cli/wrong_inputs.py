@@ -261,7 +261,9 @@ WRONG = [
         "needs 1 weights",
     ),
     train("unknown packing", "data.packing=best", "data.packing", "one of stream, documents, padded"),
-    train("synthetic documents", "data.path=synthetic data.packing=padded", "packing=padded", "use packing=stream"),
+    train(
+        "synthetic documents", "data.path=synthetic data.packing=padded", "packing=padded", "use data.packing=stream"
+    ),
     train("misspelt source", "'data.sources=[{{pat: x}}]'", "data.sources", "like [{path: DIR, weight: 1}]"),
     train("flipped byte in a shard", "data.path={dir}/flipped", "{dir}/flipped/train-00000.arrow", "prepare the"),
     train("truncated shard", "data.path={dir}/truncated", "{dir}/truncated/train-00000.arrow", "prepare the"),
