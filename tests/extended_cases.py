@@ -191,6 +191,7 @@ EXTENDED_CASES: dict[str, tuple[str, ...]] = {  # by file: patterns of test name
         r"of_one_process\[fp64-(ddp-2|zero2-4|zero3-5|hsdp1-2x2|hsdp2-2x2)\]",
         r"of_one_process\[fp32-(ddp-4|ddp-5|zero2-5|zero3-3)\]",
     ),
+    "training/test_elastic_combinations": (r"same_bits\[([6-9]|[0-9]{2,})\]",),
     "training/test_elastic_determinism": (
         r"at_any_dp_degree\[.*-ep: (2 of ddp-2|3 of zero2-3|2 of zero1-4|cp|cp x zero3|pp)\]",
         r"at_any_dp_degree\[moe-.*-(ep: tp|ep: 2 of (zero3-4|ddp-4)|ep: 2 of hsdp3-2x2|ep: cp x dp|zero3-4|ddp-3)\]",
