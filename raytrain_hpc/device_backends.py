@@ -19,6 +19,9 @@ Capability = tuple[int, int]  # compute capability of a GPU: major, minor
 
 _WITHOUT_BF16 = re.compile(r"K80|P4|P100|T4|V100")  # Ray's names of GPUs older than Ampere
 _WITHOUT_FLOAT8 = re.compile(r"K80|P4|P100|T4|V100|A10G|A100(-\d+G)?|AMD-.*|Intel-.*")  # and those of other formats
+_LIBRARY_ERROR = re.compile(
+    r"\b(CUDA|HIP|XPU|cuDNN|MIOpen|cusolver|cuFFT) error\b|\b(CUBLAS|HIPBLAS|CUDNN)_STATUS_", re.IGNORECASE
+)
 _INTEGRATED_GPU = "0000:00:02.0"  # the PCI address at which processors have theirs
 _SYSFS_DRM, _DEV_DRI = Path("/sys/class/drm"), Path("/dev/dri")
 
@@ -185,3 +188,8 @@ def count_installed_accelerators() -> int:
     # In a container, NVIDIA's devices may be missing from /sys, and appear in /dev only.
     numbered = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return max(numbered, sum(backend.count_installed() for backend in BACKENDS.values()))
+
+
+def is_device_error(text: str) -> bool:
+    """Return whether the text of a RuntimeError comes from a device or one of its libraries, such as cuBLAS."""
+    return _LIBRARY_ERROR.search(text) is not None

@@ -11,6 +11,7 @@ from traceback import FrameSummary
 import torch
 import torch.distributed
 
+from raytrain_hpc.device_backends import is_device_error
 from raytrain_hpc.elastic.death_report import is_out_of_memory
 from raytrain_hpc.elastic.fault_attribution import is_peer_failure
 from raytrain_hpc.parallel.blocking_collectives import get_blocking_files
@@ -61,7 +62,10 @@ def is_user_file(path: str) -> bool:
 
 def _is_program_error(error: BaseException, frames: list[FrameSummary], has_own_frames: bool) -> bool:
     innermost = frames[-1].filename if frames else ""
-    if isinstance(error, _ENVIRONMENT_ERRORS) or is_out_of_memory(str(error)):
+    text = str(error)
+    if isinstance(error, _ENVIRONMENT_ERRORS) or is_out_of_memory(text):
+        return False
+    if isinstance(error, RuntimeError) and is_device_error(text):
         return False
     if innermost in get_blocking_files() or innermost.startswith(_DISTRIBUTED_FOLDERS):
         return False

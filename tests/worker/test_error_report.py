@@ -50,6 +50,12 @@ def test_traceback_has_only_the_frames_of_the_user() -> None:
         (lambda: raise_error(ConnectionError("storage")), False, True),
         (lambda: raise_error(MemoryError("3 GiB")), False, True),
         (lambda: raise_error(RuntimeError("CUDA error: out of memory")), False, True),
+        (
+            lambda: raise_error(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasSgemm")),
+            False,
+            True,
+        ),
+        (lambda: raise_error(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")), False, True),
         (lambda: raise_error(RuntimeError("[gloo] Connection closed by peer")), False, False),
         (lambda: dist.all_reduce(torch.ones(1)), False, True),  # raised by torch.distributed: no group
     ],
