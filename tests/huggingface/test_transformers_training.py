@@ -180,7 +180,7 @@ def test_mistakes_are_named(directories: dict[str, Path], tmp_path: Path) -> Non
     hf = f"model.hf={directories['llama']}"
     assert "no config.json there" in get_error(ConfigError, f"model.hf={tmp_path}")
     (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
-    assert get_error(ConfigError, f"model.hf={tmp_path}").startswith(f"model.hf='{tmp_path}' (command line): ")
+    assert get_error(ConfigError, f"model.hf={tmp_path}").startswith(f"model.hf='{tmp_path}' (load_config): ")
     assert "only the built-in decoder can be split into stages" in get_error(LayoutError, hf, "parallel.pp=2")
     assert "attention can be split over the positions" in get_error(LayoutError, hf, "parallel.cp=2")
     assert "its vocabulary has 64 tokens, that of the dataset 99" in get_error(ConfigError, hf, "model.vocab_size=99")
