@@ -84,9 +84,12 @@ class CliRunner:
         code = self.start(out, *argv, patch=patch).wait()
         return code, out.read_text()[before:]
 
-    def run_script(self, out: Path, script: Path, *argv: str) -> tuple[int, str]:
-        """Run a Python script to its end in the directory of `out`; return its exit code and its output."""
-        pid = self.send({"script": str(script), "argv": argv, "out": str(out)})
+    def run_script(self, out: Path, script: Path, *argv: str, patch: str = "") -> tuple[int, str]:
+        """Run a Python script to its end in the directory of `out`; return its exit code and its output.
+
+        `patch`: code that is executed first.
+        """
+        pid = self.send({"script": str(script), "argv": argv, "out": str(out), "patch": patch})
         self._running.add(pid)
         return CliProcess(self, pid, out).wait(), out.read_text()
 
