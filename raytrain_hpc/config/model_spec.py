@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from raytrain_hpc.config.schema import AUTO, ModelConfig
@@ -173,6 +173,12 @@ def resolve_model_spec(model: ModelConfig, *, vocab_size: int | None, seq_len: i
         rope_original_max_positions=model.rope_original_max_positions,
         **_resolve_experts(model),
     )
+
+
+def resolve_model_config(model: ModelConfig, spec: ModelSpec) -> ModelConfig:
+    """Return the settings of a model with every `auto` replaced by what it was resolved to."""
+    names = [field.name for field in fields(model) if getattr(model, field.name) == AUTO]
+    return replace(model, **{name: getattr(spec, name) for name in names})
 
 
 def spec_to_settings(spec: ModelSpec) -> dict[str, Any]:

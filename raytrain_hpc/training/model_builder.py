@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from raytrain_hpc.config.model_spec import resolve_model_config
 from raytrain_hpc.distributed.process_groups import ParallelContext
 from raytrain_hpc.model.decoder import loss_sum
 from raytrain_hpc.model.lora import LORA_MARKER
@@ -44,7 +46,10 @@ def build_train_module(
         kind = CustomTrainModule if custom.dataset is None else SampleTrainModule
         has_check = log is not None and spec.is_fresh_start and custom.hf_config is None
         check = LossCheck(log if context.rank == 0 else None) if has_check else None
-        return kind(custom.factory, custom.loss, spec.config, custom.run, check)
+        config = spec.config
+        if custom.dataset is None:  # a factory may ask for the vocabulary
+            config = replace(config, model=resolve_model_config(config.model, spec.model_spec))
+        return kind(custom.factory, custom.loss, config, custom.run, check)
     model_spec, config, tp_axis = spec.model_spec, spec.config, context.axes.get("tp")
     positions = get_local_positions(config.train.seq_len, context.axes)
     stage_layers = split_layers(model_spec, config.train.seq_len, spec.layout.pipeline.num_stages)

@@ -286,3 +286,17 @@ def test_blocks_may_be_repeated_and_share_parameters(pool: WarmPool, build: Any,
         records = pool.train(make_small_config(None, *base, *more), custom=CustomModel(build, custom_module.loss))[0]
         losses.append([step["train/loss"] for step in get_step_metrics(records)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def build_by_settings(config: rt.Config) -> nn.Module:
+    """Build a bigram model of the size that the settings and the dataset say."""
+    model = config.model
+    assert model.ffn_size == 4 * model.hidden_size and model.max_positions == config.train.seq_len
+    return nn.Sequential(nn.Embedding(model.vocab_size, model.ffn_size), nn.Linear(model.ffn_size, model.vocab_size))
+
+
+def test_a_factory_gets_settings_in_numbers(tmp_path: Path) -> None:
+    """Also those that are `auto` and depend on the dataset."""
+    words = ["model.vocab_size=auto", "model.ffn_size=auto", "model.activation=gelu", "train.steps=3"]
+    config = make_small_config(tmp_path, *words, "cluster.workers=0")
+    assert rt.train(config, model=build_by_settings, loss=custom_module.loss, quiet=True).steps == 3
