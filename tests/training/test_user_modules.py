@@ -291,7 +291,7 @@ def test_blocks_may_be_repeated_and_share_parameters(pool: WarmPool, build: Any,
 def build_by_settings(config: rt.Config) -> nn.Module:
     """Build a bigram model of the size that the settings and the dataset say."""
     model = config.model
-    assert model.ffn_size == 4 * model.hidden_size and model.max_positions == config.train.seq_len
+    assert (model.ffn_size, model.num_kv_heads) == (4 * model.hidden_size, model.num_heads)
     return nn.Sequential(nn.Embedding(model.vocab_size, model.ffn_size), nn.Linear(model.ffn_size, model.vocab_size))
 
 
