@@ -7,6 +7,7 @@ peer. The end of a process closes its connections, which frees its peers one aft
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  # getaddrinfo would import it, within a generation
 import os
 import socket
 import threading

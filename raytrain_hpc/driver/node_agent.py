@@ -129,7 +129,7 @@ class NodeAgent:
     def explain_deaths(self) -> dict[int, DeathReport]:
         """Return why watched ranks have died, of those whose death this node can explain."""
         with self._lock:
-            oom_kills = _count_oom_kills() - self._first_oom_kills
+            oom_kills = max(0, _count_oom_kills() - self._first_oom_kills)  # unknown if they cannot be read
             reports = {
                 rank: explain_death(rank, heartbeat.read_last_output(), oom_kills)
                 for rank, heartbeat in self._heartbeat_of_rank.items()

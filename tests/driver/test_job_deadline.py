@@ -46,7 +46,7 @@ def test_useless_end_of_a_job_is_ignored(value: str) -> None:
 
 
 def test_time_that_has_passed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="run.deadline='2020-01-01' .command line.: has passed"):
+    with pytest.raises(ConfigError, match="run.deadline='2020-01-01' .load_config.: has passed"):
         find("2020-01-01", SLURM)
 
 

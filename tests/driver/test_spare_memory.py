@@ -57,7 +57,7 @@ def prepare_70b(*words: str) -> PreparedRun:
 
 
 def test_a_device_without_the_memory_is_named() -> None:
-    """A 70B model that is sharded over 64 GPUs: each of two spares has a half of it, and each of eight an eighth."""
+    """A 70B model that is sharded over 64 GPUs: a spare has all of it, and each of eight an eighth."""
 
     def explain(*words: str) -> str | None:
         prepared = prepare_70b(*words)
@@ -65,8 +65,8 @@ def test_a_device_without_the_memory_is_named() -> None:
         return explain_too_large_audits(prepared.config, prepared.model_spec, layout, batching, DEVICES["h100"])
 
     message = explain()
-    assert message is not None and "each of 2 spares" in message and "and the device has 79" in message
-    weights_gib = 70.55e9 / 2 * (4 + 4) / 2**30  # with gradients, in fp32
+    assert message is not None and "a spare needs" in message and "and the device has 79" in message
+    weights_gib = 70.55e9 * (4 + 4) / 2**30  # with gradients, in fp32
     assert weights_gib < float(re.findall(r"about (\d+) GiB", message)[0]) < 1.5 * weights_gib
     assert explain("fault.spare_audit_interval=0") is None
     assert explain("parallel.tp=8") is None
